@@ -1,0 +1,157 @@
+"""Every setting of the system, as frozen dataclasses. Standard library only.
+
+A policy is chosen by its name in one of these records; nothing else in the
+package is configurable. Units are in the names (``_s`` seconds) or docstrings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DispatchPolicy = Literal["gimbal", "round_robin", "vllm_classic"]
+QueuePolicy = Literal["sjf_aging", "fcfs"]
+PlacementPolicy = Literal["gimbal", "eplb", "static"]
+Exchange = Literal["gather", "sparse"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; ``kind`` and its parameters as in Hugging Face's ``rope_parameters``."""
+
+    theta: float = 1_000_000.0
+    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a Qwen3-MoE checkpoint (Hugging Face's ``Qwen3MoeConfig``)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    moe_layers: tuple[int, ...]
+    """Indices of the layers that hold experts; the others are dense."""
+    norm_topk_prob: bool = True
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    max_position: int = 32768
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """``dp`` engines of ``tp`` devices each; experts are spread over all ``dp * tp`` ranks."""
+
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Expert-parallel ranks R; rank ``r`` belongs to source ``r // tp``."""
+        return self.dp * self.tp
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of one DP engine. All engines are alike."""
+
+    max_model_len: int = 4096
+    """Most tokens of one sequence, prompt and output together."""
+    page_size: int = 16
+    """Tokens per KV page."""
+    num_pages: int = 1024
+    """KV pages per engine."""
+    max_rows: int = 32
+    """Most sequences that run at once."""
+    token_budget: int = 512
+    """Most tokens in one step, decode and prefill together (T_ref of dispatch)."""
+    tile: int = 32
+    """Prefill tokens are laid out in tiles of this many tokens of one sequence."""
+    max_queue: int = 256
+    """Most requests that wait; one more is refused."""
+    exchange: Exchange = "gather"
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """Which engine gets a request (paper 4.2 and 4.3)."""
+
+    policy: DispatchPolicy = "gimbal"
+    trace_period_s: float = 0.1
+    """Engines publish their trace this often."""
+    trace_max_age_s: float = 1.0
+    """An older trace counts as missing."""
+    high_kv: float = 0.90
+    kv_gap: float = 0.10
+    lambda_kv: float = 1.0
+    lambda_moe: float = 1.0
+    close_scores: float = 0.37
+    """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    """Which request an engine runs first (paper 4.4)."""
+
+    policy: QueuePolicy = "sjf_aging"
+    aging_s: float = 5.0
+    """A request that waited longer goes before all younger ones."""
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which rank holds each expert (paper 5), and how fast experts move."""
+
+    policy: PlacementPolicy = "gimbal"
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 0.01
+    min_gain: float = 0.01
+    """A new placement is applied only if it lowers the objective by more than this share."""
+    window_steps: int = 200
+    """Steps over which traffic is counted before each decision."""
+    rows_per_pair: int = 2
+    """Experts that one migration call may move from any rank to any other."""
+    migrate_bytes_per_tick: int = 64 * 2**20
+    """Expert bytes moved between two steps, at most (at least one call is made)."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """All of the above for one server."""
+
+    mesh: MeshConfig = MeshConfig()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
