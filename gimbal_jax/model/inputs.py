@@ -1,0 +1,73 @@
+"""What one step takes and gives: plain arrays for S engines, laid out in groups.
+
+A step has ``T = D + N * Q`` token places per engine: first D decode rows of one
+token each, then N prefill tiles of Q tokens each. A *group* is one decode row or
+one tile (``G = D + N``): consecutive tokens of one sequence, which attend to that
+sequence's pages. Long chunks take several tiles. Places that a group does not
+fill are padding: they route nowhere, count nowhere and write nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+Array = jax.Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """Work of one step for S engines; all integers are int32."""
+
+    tokens_ST: Array
+    positions_ST: Array
+    """Place of each token in its sequence."""
+    write_ST: Array
+    """Flat KV place, page * page_size + offset; num_pages * page_size for padding."""
+    page_table_SGM: Array
+    """Pages of each group's sequence in order; 0 where unused."""
+    start_SG: Array
+    """Position of the group's first token."""
+    count_SG: Array
+    """Tokens in the group; 0 for an empty one."""
+    sampling: SamplingInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingInputs:
+    """How to choose the token after each group's last one."""
+
+    temperature_SG: Array
+    """float32; 0 is greedy."""
+    top_k_SG: Array
+    """0 keeps every token."""
+    top_p_SG: Array
+    min_p_SG: Array
+    seed_SG: Array
+    """uint32; with the position of the new token it fixes the draw, whatever else is in the batch."""
+    suppress_SGK: Array
+    """Tokens that must not come yet (min_tokens); -1 where unused."""
+    plain: Array
+    """bool scalar: every row is greedy and suppresses nothing."""
+    want_logprobs: Array
+    """bool scalar: some row wants log probabilities."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutputs:
+    """The token after each group's last one, and its log probabilities (zeros unless wanted)."""
+
+    token_SG: Array
+    logprob_SG: Array
+    top_ids_SGK: Array
+    top_logprobs_SGK: Array
+
+
+def group_sizes(decode_rows: int, tiles: int, tile: int) -> tuple[int, int]:
+    """(T, G) of a step with this many decode rows and prefill tiles."""
+    return decode_rows + tiles * tile, decode_rows + tiles
