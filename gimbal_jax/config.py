@@ -130,14 +130,23 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Which rank holds each expert (paper 5), and how fast experts move."""
+    """Which rank holds each expert (paper 5), and how fast experts move.
+
+    ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves. The defaults were chosen on
+    synthetic windows (128 experts top-8 and 64 top-4, 4 ranks, 2 sources, from no to full topic
+    stickiness): the first rebalance brings the mean max/mean rank load from 1.2-1.5 to 1.02-1.04,
+    cuts the remote share by up to two fifths, and moves 5-35 % of the experts; the next ones, few.
+    The paper's (1, 0.0025, 1) is for another normalisation; here it leaves the load unbalanced.
+    """
 
     policy: PlacementPolicy = "gimbal"
     alpha: float = 1.0
     beta: float = 1.0
-    gamma: float = 0.01
-    min_gain: float = 0.01
-    """A new placement is applied only if it lowers the objective by more than this share."""
+    gamma: float = 0.1
+    min_gain: float = 0.02
+    """A new placement is applied only if it lowers the objective by more than this share.
+
+    Sampling noise alone promises 1-3 % in a window of a few hundred tokens per source."""
     window_steps: int = 200
     """Steps over which traffic is counted before each decision."""
     rows_per_pair: int = 2

@@ -1,0 +1,37 @@
+# `make` lists the targets. PYTHON, if given, is the interpreter that .venv is made with.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format protos goldens clean
+
+BIN := .venv/bin
+SOURCES := gimbal_jax scripts tests
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 10
+
+setup: ## make .venv, if it is not there or out of date
+	@scripts/bootstrap $(PYTHON)
+
+demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
+	$(BIN)/python scripts/demo.py
+
+test: setup ## run the tests
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: setup ## let ruff format and sort imports
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+protos: setup ## generate the Python of gimbal_jax/serving/protos
+	$(BIN)/python scripts/make_protos.py
+
+goldens: ## make tests/goldens anew; GOLDENS_PYTHON is a Python with torch and transformers
+	$(or $(GOLDENS_PYTHON),$(error set GOLDENS_PYTHON to a Python with torch and transformers)) scripts/make_goldens.py tests/goldens
+
+clean: ## remove .venv, caches and out/
+	rm -rf .venv out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,68 @@
+"""Rotary position embedding with the scalings that Qwen3-MoE checkpoints use."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gimbal_jax.config import ModelConfig, RopeConfig
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [head_dim / 2] (float32) and the factor on sin and cos.
+
+    Source: Hugging Face ``modeling_rope_utils``, kinds default, linear, yarn and llama3.
+    """
+    rope, dim = config.rope, config.head_dim
+    frequency = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    scale = 1.0
+    match rope.kind:
+        case "default":
+            pass
+        case "linear":
+            frequency = frequency / rope.factor
+        case "llama3":
+            frequency = _llama3(frequency, rope, config.max_position)
+        case "yarn":
+            frequency, scale = _yarn(frequency, rope, dim, config.max_position)
+    return frequency.astype(np.float32), scale
+
+
+def _llama3(frequency: np.ndarray, rope: RopeConfig, max_position: int) -> np.ndarray:
+    original = rope.original_max_position or max_position
+    turns = original * frequency / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * frequency / rope.factor + blend * frequency
+
+
+def _yarn(frequency: np.ndarray, rope: RopeConfig, dim: int, max_position: int) -> tuple[np.ndarray, float]:
+    original = rope.original_max_position or max_position
+
+    def dim_that_turns(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_that_turns(rope.beta_fast), dim_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    scale = rope.attention_factor
+    if scale is None and rope.mscale and rope.mscale_all_dim:
+        scale = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return frequency * (1 - ramp) + frequency / rope.factor * ramp, magnitude(1.0) if scale is None else scale
+
+
+def apply_rope(x: jax.Array, position: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
+    """Rotate x [..., heads, head_dim] by its position [...]; pairs are (i, i + head_dim / 2)."""
+    angle = position[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

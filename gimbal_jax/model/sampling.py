@@ -1,0 +1,63 @@
+"""Choosing tokens. A draw depends on its request's seed and position alone, never on the batch around it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from gimbal_jax.model.inputs import SamplingInputs, StepOutputs
+
+TOP_LOGPROBS = 20
+"""Alternatives reported per token."""
+
+
+def sample(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> StepOutputs:
+    """Choose one token per group from float32 logits; ``position_SG`` is the new token's place in its sequence.
+
+    The plain case (all greedy) and the case without log probabilities skip their
+    work at run time. Log probabilities are of the logits as the model gave them.
+    """
+    token_SG = jax.lax.cond(
+        s.plain, lambda: logits_SGV.argmax(axis=-1).astype(jnp.int32), lambda: _draw(logits_SGV, position_SG, s)
+    )
+    top = min(TOP_LOGPROBS, logits_SGV.shape[-1])
+
+    def logprobs() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprob_SGV = jax.nn.log_softmax(logits_SGV)
+        values, ids = jax.lax.top_k(logprob_SGV, top)
+        return jnp.take_along_axis(logprob_SGV, token_SG[..., None], axis=-1)[..., 0], ids, values
+
+    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
+        shape = (*token_SG.shape, top)
+        return jnp.zeros(token_SG.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+
+    return StepOutputs(token_SG, *jax.lax.cond(s.want_logprobs, logprobs, nothing))
+
+
+def _draw(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> jax.Array:
+    """Temperature, then top-k, then top-p over what is left, and min-p; a Gumbel draw over the kept tokens."""
+    vocab = logits_SGV.shape[-1]
+    drop_SGK = jnp.where(s.suppress_SGK < 0, vocab, s.suppress_SGK)
+    suppress = jax.vmap(jax.vmap(lambda row, ids: row.at[ids].set(-jnp.inf, mode="drop")))
+    logits_SGV = suppress(logits_SGV, drop_SGK)
+    greedy_SG = logits_SGV.argmax(axis=-1)
+
+    temperature_SG = jnp.where(s.temperature_SG > 0, s.temperature_SG, 1.0)
+    id_SGV = jnp.argsort(-logits_SGV, axis=-1, stable=True)
+    sorted_SGV = jnp.take_along_axis(logits_SGV, id_SGV, axis=-1) / temperature_SG[..., None]
+    top_k_SG = jnp.where(s.top_k_SG > 0, s.top_k_SG, vocab)
+    sorted_SGV = jnp.where(jnp.arange(vocab) < top_k_SG[..., None], sorted_SGV, -jnp.inf)
+    share_SGV = jax.nn.softmax(sorted_SGV, axis=-1)
+    before_SGV = jnp.cumsum(share_SGV, axis=-1) - share_SGV
+    keep_SGV = (before_SGV < s.top_p_SG[..., None]) & (share_SGV >= s.min_p_SG[..., None] * share_SGV[..., :1])
+    keep_SGV = keep_SGV.at[..., 0].set(True)
+
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,))
+
+    # The noise belongs to token ids, so that a near tie in the logits cannot swap draws.
+    noise_SGV = jax.vmap(jax.vmap(noise))(s.seed_SG, position_SG)
+    noise_SGV = jnp.take_along_axis(noise_SGV, id_SGV, axis=-1)
+    choice_SG = jnp.where(keep_SGV, sorted_SGV + noise_SGV, -jnp.inf).argmax(axis=-1)
+    drawn_SG = jnp.take_along_axis(id_SGV, choice_SG[..., None], axis=-1)[..., 0]
+    return jnp.where(s.temperature_SG > 0, drawn_SG, greedy_SG).astype(jnp.int32)

@@ -1,0 +1,83 @@
+"""The jitted step and what it needs on the devices: weights, KV pages, counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from gimbal_jax.config import EngineConfig, ModelConfig
+from gimbal_jax.model.inputs import StepInputs, StepOutputs
+from gimbal_jax.model.sampling import sample
+from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
+from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """What a step updates in place; donated to it."""
+
+    pages: list[KVPages]
+    counts_STLE: jax.Array
+    """int32 tokens per (source, tp rank, MoE layer, expert) since it was last zeroed."""
+
+
+def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph and parameters of the model as shapes with shardings; no memory is used."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, dtype)))
+
+    def placed(variable: nnx.Variable) -> nnx.Variable:
+        shape = variable.get_value()
+        sharding = sharding_for(variable.get_metadata("axes"), shape.shape, mesh)
+        return variable.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
+
+    return graph, jax.tree.map(placed, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
+    """Empty KV pages and zero counters, allocated straight into their shards."""
+    dp, tp = mesh.shape["dp"], mesh.shape["tp"]
+    kv_heads = kv_heads_in_cache(config, tp)
+    pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads, config.head_dim)
+    pages = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
+    counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
+    counts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", "tp"))
+    return DeviceState(
+        [
+            (jnp.zeros(pages_shape, dtype, device=pages), jnp.zeros(pages_shape, dtype, device=pages))
+            for _ in range(config.num_layers)
+        ],
+        jnp.zeros(counts_shape, jnp.int32, device=counts),
+    )
+
+
+def step(
+    graph: nnx.GraphDef,
+    layout: StepLayout,
+    weights: nnx.State,
+    state: DeviceState,
+    slot_of_expert_LE: jax.Array,
+    inputs: StepInputs,
+) -> tuple[StepOutputs, DeviceState]:
+    """One step of all engines: forward, count, sample. Jit with graph and layout static and state donated."""
+    model = nnx.merge(graph, weights)
+    hidden_STD, pages, counts_STLE = model(inputs, state.pages, slot_of_expert_LE, layout)
+    last_SG = last_token_of_group(inputs, layout.tile)
+    hidden_SGD = jnp.take_along_axis(hidden_STD, last_SG[..., None], axis=1)
+    logits_SGV = model.logits(hidden_SGD, layout)
+    outputs = sample(logits_SGV, inputs.start_SG + inputs.count_SG, inputs.sampling)
+    return outputs, DeviceState(pages, state.counts_STLE + counts_STLE)
+
+
+def last_token_of_group(inputs: StepInputs, tile: int) -> jax.Array:
+    """Index into T of each group's last token [S, G]; its first place if it is empty."""
+    tokens, groups = inputs.tokens_ST.shape[1], inputs.count_SG.shape[1]
+    rows = groups - (tokens - groups) // (tile - 1)
+    place_G = jnp.arange(groups)
+    first_G = jnp.where(place_G < rows, place_G, rows + (place_G - rows) * tile)
+    return first_G + jnp.maximum(inputs.count_SG - 1, 0)

@@ -1,0 +1,243 @@
+"""Qwen3-MoE in Flax NNX: one step of S engines over paged KV caches.
+
+Dense parts are plain einsums that XLA partitions by the parameters' shardings;
+attention over pages and the MoE exchange are ``shard_map`` regions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gimbal_jax.config import Exchange, ModelConfig
+from gimbal_jax.model.inputs import StepInputs
+from gimbal_jax.model.moe import moe_exchange
+from gimbal_jax.model.rope import apply_rope, rope_frequencies
+from gimbal_jax.model.sharding import kv_heads_in_cache
+from gimbal_jax.pallas_kernels import paged_attention, route_and_count
+
+KVPages = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer, [S, pages, page_size, KV heads, head_dim] each."""
+
+
+def param(dtype: Any, **axes: int) -> nnx.Param:
+    """A zero parameter whose axes have these logical names (see ``sharding.MESH_AXES``) and sizes."""
+    return nnx.Param(jnp.zeros(tuple(axes.values()), dtype), axes=tuple(axes))
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """What a step is compiled for besides its shapes."""
+
+    mesh: Mesh
+    tile: int
+    exchange: Exchange
+
+    def constrain(self, x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm in float32, as Hugging Face computes it."""
+
+    def __init__(self, size: int, eps: float, dtype: Any, axis: str) -> None:
+        self.scale = param(dtype, **{axis: size})
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(axis=-1, keepdims=True) + self.eps)
+        return self.scale[...] * x32.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with q and k norm, over pages."""
+
+    def __init__(self, c: ModelConfig, dtype: Any) -> None:
+        self.config = c
+        self.q = param(dtype, embed=c.hidden_size, heads=c.num_heads, head_dim=c.head_dim)
+        self.k = param(dtype, embed=c.hidden_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+        self.v = param(dtype, embed=c.hidden_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+        self.o = param(dtype, heads=c.num_heads, head_dim=c.head_dim, embed=c.hidden_size)
+        if c.attention_bias:
+            self.q_bias = param(dtype, heads=c.num_heads, head_dim=c.head_dim)
+            self.k_bias = param(dtype, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+            self.v_bias = param(dtype, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+            self.o_bias = param(dtype, embed=c.hidden_size)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
+
+    def __call__(
+        self, x_STD: jax.Array, pages: KVPages, inputs: StepInputs, layout: StepLayout
+    ) -> tuple[jax.Array, KVPages]:
+        q, k, v = (jnp.einsum("std,dhk->sthk", x_STD, w[...]) for w in (self.q, self.k, self.v))
+        if self.config.attention_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        rope = rope_frequencies(self.config)
+        q = apply_rope(self.q_norm(q), inputs.positions_ST, *rope)
+        k = apply_rope(self.k_norm(k), inputs.positions_ST, *rope)
+        copies = kv_heads_in_cache(self.config, layout.mesh.shape["tp"]) // self.config.num_kv_heads
+        k, v = jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2)
+
+        heads = P("dp", None, "tp", None)
+        cache = P("dp", None, None, "tp", None)
+        attend = jax.shard_map(
+            lambda *a: _attend_one_engine(*a, tile=layout.tile, window=self.config.sliding_window),
+            mesh=layout.mesh,
+            in_specs=(heads, heads, heads, cache, cache, P("dp"), P("dp"), P("dp"), P("dp")),
+            out_specs=(heads, cache, cache),
+            check_vma=False,
+        )
+        out, k_pages, v_pages = attend(
+            q, k, v, *pages, inputs.write_ST, inputs.page_table_SGM, inputs.start_SG, inputs.count_SG
+        )
+        out = jnp.einsum("sthk,hkd->std", out, self.o[...])
+        return out + self.o_bias[...] if self.config.attention_bias else out, (k_pages, v_pages)
+
+
+def _attend_one_engine(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    write: jax.Array,
+    page_table: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    tile: int,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write this engine's new keys and values, then attend. The leading axis is this engine's (1)."""
+
+    def write_pages(pages: jax.Array, new: jax.Array) -> jax.Array:
+        flat = pages[0].reshape(-1, *pages.shape[3:])
+        return flat.at[write[0]].set(new[0].astype(flat.dtype), mode="drop").reshape(pages.shape)
+
+    k_pages, v_pages = write_pages(k_pages, k), write_pages(v_pages, v)
+    tokens, groups = q.shape[1], count.shape[1]
+    tiles = (tokens - groups) // (tile - 1) if tile > 1 else 0
+    rows = groups - tiles
+    parts = []
+    for size, here, of in ((1, slice(0, rows), slice(0, rows)), (tile, slice(rows, None), slice(rows, groups))):
+        if of.stop > of.start:
+            q_GQHD = q[0, here].reshape(of.stop - of.start, size, *q.shape[2:])
+            out = paged_attention(
+                q_GQHD, k_pages[0], v_pages[0], page_table[0, of], start[0, of], count[0, of], window=window
+            )
+            parts.append(out.reshape(-1, *q.shape[2:]))
+    return jnp.concatenate(parts)[None], k_pages, v_pages
+
+
+class DenseMLP(nnx.Module):
+    """SwiGLU feed-forward of the layers without experts."""
+
+    def __init__(self, c: ModelConfig, dtype: Any) -> None:
+        self.gate = param(dtype, embed=c.hidden_size, mlp=c.intermediate_size)
+        self.up = param(dtype, embed=c.hidden_size, mlp=c.intermediate_size)
+        self.down = param(dtype, mlp=c.intermediate_size, embed=c.hidden_size)
+
+    def __call__(self, x_STD: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x_STD @ self.gate[...]) * (x_STD @ self.up[...])) @ self.down[...]
+
+
+class MoE(nnx.Module):
+    """Routed experts. Their weights stand in slot order, which the placement maps experts to."""
+
+    def __init__(self, c: ModelConfig, dtype: Any) -> None:
+        self.config = c
+        self.router = param(dtype, embed=c.hidden_size, router=c.num_experts)
+        self.gate_up = param(dtype, slot=c.num_experts, embed=c.hidden_size, expert_mlp=2 * c.moe_intermediate_size)
+        self.down = param(dtype, slot=c.num_experts, expert_mlp=c.moe_intermediate_size, embed=c.hidden_size)
+
+    def __call__(
+        self, x_STD: jax.Array, valid_ST: jax.Array, slot_of_expert_E: jax.Array, layout: StepLayout
+    ) -> tuple[jax.Array, jax.Array]:
+        """Outputs [S, T, D] and counts [S, TP, E] of what each rank's own tokens chose."""
+        c = self.config
+
+        def on_rank(
+            x: jax.Array, valid: jax.Array, slots: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            logits = x[0].astype(jnp.float32) @ router.astype(jnp.float32)
+            routing = route_and_count(
+                logits, valid[0], slots, k=c.experts_per_token, renormalise=c.norm_topk_prob
+            )
+            y = moe_exchange(layout.exchange, x[0], routing, gate_up, down)
+            return y[None], routing.count_E[None, None]
+
+        own, ranks = P("dp", "tp"), P(("dp", "tp"))
+        return jax.shard_map(
+            on_rank,
+            mesh=layout.mesh,
+            in_specs=(own, own, P(), P(), ranks, ranks),
+            out_specs=(own, P("dp", "tp")),
+            check_vma=False,
+        )(x_STD, valid_ST, slot_of_expert_E, self.router[...], self.gate_up[...], self.down[...])
+
+
+class Layer(nnx.Module):
+    """One transformer block."""
+
+    def __init__(self, c: ModelConfig, index: int, dtype: Any) -> None:
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, "embed")
+        self.attention = Attention(c, dtype)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, "embed")
+        self.mlp = MoE(c, dtype) if index in c.moe_layers else DenseMLP(c, dtype)
+
+
+class Qwen3Moe(nnx.Module):
+    """The whole model. Built with zeros: use ``nnx.eval_shape`` and a checkpoint for the values."""
+
+    def __init__(self, config: ModelConfig, dtype: Any) -> None:
+        self.config = config
+        self.embed = param(dtype, vocab=config.vocab_size, embed=config.hidden_size)
+        self.layers = nnx.List([Layer(config, i, dtype) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "embed")
+        if not config.tie_embeddings:
+            self.head = param(dtype, vocab=config.vocab_size, embed=config.hidden_size)
+
+    def __call__(
+        self, inputs: StepInputs, pages: list[KVPages], slot_of_expert_LE: jax.Array, layout: StepLayout
+    ) -> tuple[jax.Array, list[KVPages], jax.Array]:
+        """Run one step.
+
+        Args:
+          inputs: tokens of S engines and where they belong.
+          pages: KV pages of each layer; donate them.
+          slot_of_expert_LE: placement of the MoE layers.
+          layout: mesh, tile and exchange.
+
+        Returns:
+          Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].
+        """
+        capacity = pages[0][0].shape[1] * pages[0][0].shape[2]
+        valid_ST = inputs.write_ST < capacity
+        x = layout.constrain(self.embed[...][inputs.tokens_ST], "dp")
+        new_pages, counts, moe_layer = [], [], 0
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            attended, layer_pages = layer.attention(layer.input_norm(x), layer_pages, inputs, layout)
+            new_pages.append(layer_pages)
+            x = layout.constrain(x + attended, "dp")
+            y = layer.post_norm(x)
+            if isinstance(layer.mlp, MoE):
+                y, counts_STE = layer.mlp(y, valid_ST, slot_of_expert_LE[moe_layer], layout)
+                counts.append(counts_STE)
+                moe_layer += 1
+            else:
+                y = layer.mlp(y)
+            x = layout.constrain(x + y, "dp")
+        return self.norm(x), new_pages, jnp.stack(counts, axis=2)
+
+    def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:
+        """float32 logits [S, ..., V] of final hidden states, whole on every rank of an engine."""
+        table = self.embed if self.config.tie_embeddings else self.head
+        logits = jnp.einsum("s...d,vd->s...v", hidden, table[...], preferred_element_type=jnp.float32)
+        return layout.constrain(logits, "dp")

@@ -1,0 +1,82 @@
+"""Causal attention of query groups over paged keys and values.
+
+A group is a run of consecutive tokens of one sequence: one token when decoding,
+a tile of a prompt when prefilling. The context is read block by block with a
+running softmax, so no dense copy of it is ever made.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+"""Context tokens per loop step, at least one page."""
+
+
+def paged_attention(
+    q_GQHD: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table_GM: jax.Array,
+    start_G: jax.Array,
+    count_G: jax.Array,
+    *,
+    window: int | None = None,
+) -> jax.Array:
+    """Attend from G groups of Q consecutive tokens to their sequences' pages.
+
+    The keys and values of the groups' own tokens are in the pages already.
+
+    Args:
+      q_GQHD: queries; each of the K key-value heads serves H / K query heads.
+      k_pages: [pages, page_size, K, D].
+      v_pages: the same shape.
+      page_table_GM: int32 pages of each group's sequence, in order.
+      start_G: int32 position of the group's first token.
+      count_G: int32 tokens in the group, at most Q; the rest of its rows is padding.
+      window: each token sees only the last ``window`` positions, itself included.
+
+    Returns:
+      [G, Q, H, D] in the type of q; padding rows are 0.
+    """
+    (groups, queries, heads, dim), (_, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
+    pages_per_block = max(1, BLOCK // page_size)
+    block = pages_per_block * page_size
+    blocks = -(-page_table_GM.shape[1] // pages_per_block)
+    table_GM = jnp.pad(page_table_GM, ((0, 0), (0, blocks * pages_per_block - page_table_GM.shape[1])))
+
+    q = q_GQHD.reshape(groups, queries, kv_heads, heads // kv_heads, dim) / math.sqrt(dim)
+    position_GQ = start_G[:, None] + jnp.arange(queries)
+    valid_GQ = jnp.arange(queries) < count_G[:, None]
+    last = jnp.max(jnp.where(count_G > 0, start_G + count_G, 0))
+
+    def one_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        top, total, out = carry
+        pages_Gb = jax.lax.dynamic_slice_in_dim(table_GM, i * pages_per_block, pages_per_block, axis=1)
+        k = k_pages[pages_Gb].reshape(groups, block, kv_heads, dim)
+        v = v_pages[pages_Gb].reshape(groups, block, kv_heads, dim)
+        context_b = i * block + jnp.arange(block)
+        seen_GQb = (context_b <= position_GQ[..., None]) & valid_GQ[..., None]
+        if window is not None:
+            seen_GQb &= context_b > position_GQ[..., None] - window
+        seen = seen_GQb[:, None, None]
+        score = jnp.einsum("gqknd,gbkd->gknqb", q, k, preferred_element_type=jnp.float32)
+        score = jnp.where(seen, score, -jnp.inf)
+        new_top = jnp.maximum(top, score.max(axis=-1))
+        # A row that has seen nothing yet has top = -inf; exp(-inf - -inf) would be NaN.
+        safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+        share = jnp.exp(score - safe_top[..., None])
+        keep = jnp.exp(top - safe_top)
+        # Pages not in use may hold anything, NaN too: their values must not meet a zero share.
+        v = jnp.where(seen_GQb.any(axis=1)[..., None, None], v, 0)
+        gain = jnp.einsum("gknqb,gbkd->gknqd", share.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_top, total * keep + share.sum(axis=-1), out * keep[..., None] + gain
+
+    shape = (groups, kv_heads, heads // kv_heads, queries)
+    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, dim)))
+    _, total, out = jax.lax.fori_loop(0, -(-last // block), one_block, start)
+    out = out / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(q_GQHD.shape).astype(q_GQHD.dtype)

@@ -1,0 +1,97 @@
+"""Which rank holds each expert (paper 5): from a window's traffic to a proposed placement.
+
+A placement is ``slot_of_expert_LE`` (int32): per MoE layer a permutation of E slots,
+``E // R`` of them on each rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gimbal_jax.config import PlacementConfig
+from gimbal_jax.scheduler.eplb import packed_rank_LE
+from gimbal_jax.scheduler.greedy import greedy_rank_LE
+from gimbal_jax.scheduler.migration import moved_experts
+from gimbal_jax.scheduler.objective import placement_cost_L
+from gimbal_jax.scheduler.traffic import rank_of_expert
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """What a policy would do. ``slot_of_expert_LE`` is the proposed placement, also where ``apply`` is False."""
+
+    slot_of_expert_LE: np.ndarray
+    cost_before: float
+    """Objective of staying, mean over layers."""
+    cost_after: float
+    """Objective of the proposed placement, its moves included."""
+    experts_moved: int
+    apply: bool
+    reason: str
+
+
+def static_placement(layers: int, experts: int, ranks: int) -> np.ndarray:
+    """Contiguous placement, expert e in slot e of every layer.
+
+    Raises ValueError where the experts do not divide over the ranks.
+    """
+    if experts % ranks:
+        possible = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(f"{experts} experts cannot be split over {ranks} ranks (dp * tp); possible: {possible}")
+    return np.tile(np.arange(experts, dtype=np.int32), (layers, 1))
+
+
+def propose(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int, config: PlacementConfig) -> Proposal:
+    """Decide by ``config.policy`` from one window's traffic and the placement in force.
+
+    ``gimbal`` applies only what lowers the objective by more than ``min_gain``, ``eplb``
+    whatever differs, ``static`` nothing. A layer without traffic keeps its placement.
+    """
+    before_L = placement_cost_L(counts_LSE, slot_of_expert_LE, slot_of_expert_LE, ranks, config)
+    old_rank_LE = rank_of_expert(slot_of_expert_LE, ranks)
+    match config.policy:
+        case "static":
+            rank_LE = old_rank_LE
+        case "eplb":
+            rank_LE = packed_rank_LE(counts_LSE.sum(axis=1), ranks)
+        case "gimbal":
+            rank_LE = greedy_rank_LE(counts_LSE, old_rank_LE, ranks, config)
+    new_slot_LE = assign_slots(rank_LE, slot_of_expert_LE, ranks)
+
+    change_L = counts_LSE.any(axis=(1, 2))
+    if config.policy == "gimbal":
+        change_L &= placement_cost_L(counts_LSE, new_slot_LE, slot_of_expert_LE, ranks, config) < before_L
+    new_slot_LE = np.where(change_L[:, None], new_slot_LE, slot_of_expert_LE)
+
+    before = float(before_L.mean())
+    after = float(placement_cost_L(counts_LSE, new_slot_LE, slot_of_expert_LE, ranks, config).mean())
+    moved = moved_experts(slot_of_expert_LE, new_slot_LE, ranks)
+    apply, reason = _verdict(bool(counts_LSE.any()), moved, before, after, config)
+    return Proposal(new_slot_LE, before, after, moved, apply, reason)
+
+
+def _verdict(traffic: bool, moved: int, before: float, after: float, config: PlacementConfig) -> tuple[bool, str]:
+    if not traffic:
+        return False, "the window is empty"
+    if moved == 0:
+        return False, "no expert would move"
+    if config.policy == "eplb":
+        return True, "the packing differs"
+    gain = 1 - after / before  # before > after >= 0: each changed layer costs less
+    apply = gain > config.min_gain
+    return apply, f"gain {gain:.2%} {'exceeds' if apply else 'does not exceed'} min_gain {config.min_gain:.2%}"
+
+
+def assign_slots(rank_LE: np.ndarray, old_slot_LE: np.ndarray, ranks: int) -> np.ndarray:
+    """Slots for a placement given by ranks: who stays on its rank keeps its slot, arrivals fill the vacated ones.
+
+    Every rank must get E / R experts; arrivals go in by rising expert id, slots by rising number.
+    """
+    new_slot_LE = old_slot_LE.copy()
+    layer_M, expert_M = np.nonzero(rank_LE != rank_of_expert(old_slot_LE, ranks))
+    vacated_M = old_slot_LE[layer_M, expert_M]
+    arrivals_M = np.lexsort((expert_M, rank_LE[layer_M, expert_M], layer_M))
+    new_slot_LE[layer_M[arrivals_M], expert_M[arrivals_M]] = vacated_M[np.lexsort((vacated_M, layer_M))]
+    return new_slot_LE

@@ -1,0 +1,62 @@
+"""What the routing counts of a window say under a placement: pure functions, exact integers until a ratio.
+
+Axes: L MoE layers, S sources (DP engines), E experts, R ranks. The ranks of
+source ``s`` are ``s * tp .. s * tp + tp - 1`` with ``tp = R // S``. Every rank has
+``E // R`` slots, so slot ``p`` is on rank ``p // (E // R)``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rank_of_expert(slot_of_expert: np.ndarray, ranks: int) -> np.ndarray:
+    """Rank that holds each expert; ``slot_of_expert`` is [E] or [L, E], and so is the answer."""
+    return slot_of_expert // (slot_of_expert.shape[-1] // ranks)
+
+
+def tokens_LSR(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
+    """Expert tokens that each source sends to each rank."""
+    layers, sources, experts = counts_LSE.shape
+    by_slot_LSE = np.empty_like(counts_LSE)
+    np.put_along_axis(by_slot_LSE, slot_of_expert_LE[:, None, :], counts_LSE, axis=2)
+    return by_slot_LSE.reshape(layers, sources, ranks, experts // ranks).sum(axis=3)
+
+
+def rank_load_LR(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
+    """Expert tokens that each rank processes."""
+    return tokens_LSR(counts_LSE, slot_of_expert_LE, ranks).sum(axis=1)
+
+
+def imbalance_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
+    """Load of the fullest rank over the mean rank, per layer; 1.0 for a layer without traffic."""
+    load_LR = rank_load_LR(counts_LSE, slot_of_expert_LE, ranks)
+    total_L = load_LR.sum(axis=1)
+    return np.where(total_L > 0, load_LR.max(axis=1) * ranks / np.maximum(total_L, 1), 1.0)
+
+
+def remote_tokens_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
+    """Expert tokens processed outside their source's own ranks, per layer."""
+    layers, sources, _ = counts_LSE.shape
+    sent_LSR = tokens_LSR(counts_LSE, slot_of_expert_LE, ranks)
+    sent_LSST = sent_LSR.reshape(layers, sources, sources, ranks // sources)
+    return sent_LSR.sum(axis=(1, 2)) - np.einsum("lsst->l", sent_LSST)
+
+
+def remote_share(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> float:
+    """Share of all expert tokens that leave their source's ranks; 0.0 without traffic."""
+    total = int(counts_LSE.sum())
+    return int(remote_tokens_L(counts_LSE, slot_of_expert_LE, ranks).sum()) / total if total else 0.0
+
+
+def expert_pressure_S(
+    counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int, steps: int, experts_per_token: int
+) -> np.ndarray:
+    """Q of each engine (paper 4.1 and 6): expert tokens per step on its ranks, in token equivalents.
+
+    Dividing by layers times experts per token is ours: a token routed to its own engine
+    in every layer then weighs 1. Zeros when no step was counted.
+    """
+    layers, sources, _ = counts_LSE.shape
+    load_LST = rank_load_LR(counts_LSE, slot_of_expert_LE, ranks).reshape(layers, sources, ranks // sources)
+    return load_LST.sum(axis=(0, 2)) / (max(steps, 1) * layers * experts_per_token)

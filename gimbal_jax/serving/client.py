@@ -1,0 +1,221 @@
+"""A small asyncio client: text or tokens in, chunks out, and what the control service knows.
+
+async with GimbalClient("127.0.0.1:50051") as client:
+    async for chunk in client.generate("Once upon a time", max_tokens=32):
+        print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.client_records import (
+    ERRORS,
+    Chunk,
+    ClientError,
+    Decisions,
+    DispatchRecord,
+    Placement,
+    ServerStatus,
+    Traces,
+    record_of,
+)
+from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc
+from gimbal_jax.serving.request import TokenLogprobs
+from gimbal_jax.serving.status import PlacementRecord
+from gimbal_jax.serving.tokenizer import FILES, Tokenizer
+
+# Counts of the largest models are several megabytes; gRPC's default limit is 4.
+OPTIONS = [("grpc.max_receive_message_length", 64 * 2**20)]
+
+
+class GimbalClient:
+    """One connection. ``engine`` and ``control`` are the raw stubs, for calls that have no method here.
+
+    Every method raises a ClientError where the call fails.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self.engine = pb_grpc.VllmEngineStub(self._channel)
+        self.control = control_pb2_grpc.ControlStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tokenizer: Tokenizer | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        stream: bool = True,
+        request_id: str = "",
+        engine: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Chunk]:
+        """Yields chunks, the last with a finish_reason; one chunk in all if not ``stream``.
+
+        The prompt is a text or token ids. ``engine`` pins the request to one. Leaving
+        the iteration (``aclose``) cancels the request.
+        """
+        if (prompt is None) == (token_ids is None):
+            raise ValueError("give either prompt or token_ids")
+        request = pb.GenerateRequest(
+            request_id=request_id,
+            text=prompt,
+            tokenized=None if token_ids is None else pb.TokenizedInput(input_ids=token_ids),
+            sampling_params=pb.SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                logprobs=logprobs,
+                stop_token_ids=stop_token_ids,
+                ignore_eos=ignore_eos,
+            ),
+            stream=stream,
+            data_parallel_rank=engine,
+        )
+        decode = _no_text if prompt is None else (await self.tokenizer()).decoder()
+        call = self.engine.Generate(request, timeout=timeout_s)
+        try:
+            with _client_errors():
+                async for response in call:
+                    yield _chunk(response, stream, decode)
+        finally:
+            call.cancel()
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Chunk]:
+        """Like ``generate``, for a conversation in OpenAI's form, through the model's chat template."""
+        prompt = (await self.tokenizer()).render_chat(messages)
+        async with contextlib.aclosing(self.generate(prompt, **options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def abort(self, *request_ids: str) -> None:
+        with _client_errors():
+            await self.engine.Abort(pb.AbortRequest(request_ids=request_ids))
+
+    async def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, fetched once."""
+        if self._tokenizer is None:
+            with _client_errors():
+                chunks = [chunk async for chunk in self.engine.GetTokenizer(common_pb2.GetTokenizerRequest())]
+            data = b"".join(chunk.data for chunk in chunks)
+            if hashlib.sha256(data).hexdigest() != chunks[-1].sha256:
+                raise ClientError(grpc.StatusCode.DATA_LOSS, "the tokenizer's checksum is wrong")
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                names = set(archive.namelist()) & set(FILES)
+                self._tokenizer = Tokenizer({name: archive.read(name).decode("utf-8") for name in names})
+        return self._tokenizer
+
+    async def is_serving(self) -> bool:
+        """False while the server warms up or drains. Raises Unavailable where there is none."""
+        with _client_errors():
+            response = await self._health.Check(health_pb2.HealthCheckRequest())
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def placement(self) -> Placement:
+        with _client_errors():
+            response = await self.control.GetPlacement(control_pb2.GetPlacementRequest())
+        slot_of_expert_LE = np.array(response.slot_of_expert_LE, np.int32).reshape(response.layers, response.experts)
+        return Placement(slot_of_expert_LE, response.ranks, response.sources)
+
+    async def counts(self, scope: Literal["window", "total"] = "window") -> np.ndarray:
+        """Expert tokens [L, S, E] of the last closed window, or since the server started; int64."""
+        with _client_errors():
+            response = await self.control.GetCounts(control_pb2.GetCountsRequest(scope=scope.upper()))
+        shape = response.layers, response.sources, response.experts
+        return np.array(response.counts_LSE, np.int64).reshape(shape)
+
+    async def traces(self) -> Traces:
+        with _client_errors():
+            response = await self.control.GetTraces(control_pb2.GetTracesRequest())
+        return Traces(response.now, tuple(record_of(Trace, trace) for trace in response.traces))
+
+    async def decisions(self, last: int = 0) -> Decisions:
+        """The ``last`` dispatch decisions (0: all that are kept), and the last placement decisions."""
+        with _client_errors():
+            response = await self.control.GetDecisions(control_pb2.GetDecisionsRequest(last=last))
+        return Decisions(
+            response.now,
+            tuple(record_of(DispatchRecord, record) for record in response.dispatches),
+            tuple(record_of(PlacementRecord, record) for record in response.placements),
+        )
+
+    async def status(self) -> ServerStatus:
+        with _client_errors():
+            response = await self.control.GetStatus(control_pb2.GetStatusRequest())
+        return record_of(ServerStatus, response)
+
+    async def rebalance(self) -> None:
+        """Asks for a placement decision at the next step."""
+        with _client_errors():
+            await self.control.Rebalance(control_pb2.RebalanceRequest())
+
+
+@contextlib.contextmanager
+def _client_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise ERRORS.get(error.code(), ClientError)(error.code(), error.details() or "") from error
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    return ""
+
+
+def _chunk(response: pb.GenerateResponse, stream: bool, decode: Callable[[Sequence[int]], str]) -> Chunk:
+    is_complete = response.WhichOneof("response") == "complete"
+    message = response.complete if is_complete else response.chunk
+    # The final message of a stream repeats all tokens, which the chunks have brought.
+    token_ids = () if is_complete and stream else tuple(message.output_ids if is_complete else message.token_ids)
+    return Chunk(
+        token_ids=token_ids,
+        text=decode(token_ids),
+        logprobs=_logprobs(message.output_logprobs) if token_ids else (),
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        finish_reason=message.finish_reason if is_complete else None,
+        stop_token_id=message.matched_token_id if is_complete and message.HasField("matched_token_id") else None,
+    )
+
+
+def _logprobs(message: pb.OutputLogProbs) -> tuple[TokenLogprobs, ...]:
+    tops = message.top_logprobs or [pb.TopLogProbs()] * len(message.token_logprobs)
+    return tuple(
+        TokenLogprobs(chosen, tuple(top.token_ids), tuple(top.values))
+        for chosen, top in zip(message.token_logprobs, tops, strict=True)
+    )

@@ -1,0 +1,135 @@
+"""What the client returns and raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.request import TokenLogprobs
+from gimbal_jax.serving.status import PlacementRecord
+
+
+class ClientError(Exception):
+    """A call failed. ``code`` is its gRPC status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details or code.name)
+        self.code = code
+
+
+class InvalidRequest(ClientError):
+    """A field has a value that the server cannot serve; the text names the field and its range."""
+
+
+class Unsupported(ClientError):
+    """The server does not do this; the text names the field or method."""
+
+
+class Overloaded(ClientError):
+    """The queue is full: try again later."""
+
+
+class Unavailable(ClientError):
+    """No server, or one that warms up, drains or has stopped."""
+
+
+class DeadlineExceeded(ClientError):
+    """The call's timeout passed."""
+
+
+class AlreadyRunning(ClientError):
+    """A request of the same id is still running."""
+
+
+ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one request; the last chunk says how it ended."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    """What the new tokens complete; empty for a request by token ids."""
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    """Tokens so far, these included."""
+    finish_reason: str | None = None
+    """"stop", "length" or "abort"; None while there is more to come."""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each expert is: rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
+
+    slot_of_expert_LE: np.ndarray
+    ranks: int
+    sources: int
+
+
+@dataclass(frozen=True)
+class Traces:
+    now: float
+    """Seconds on the server's monotonic clock, as all times of traces and decisions."""
+    traces: tuple[Trace, ...]
+
+
+@dataclass(frozen=True)
+class DispatchRecord:
+    request_id: str
+    time: float
+    engine: int
+    rule: str
+    scores_S: tuple[float, ...]
+    """Empty where the rule needs no scores."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The last decisions, oldest first."""
+
+    now: float
+    dispatches: tuple[DispatchRecord, ...]
+    placements: tuple[PlacementRecord, ...]
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    now: float
+    state: str
+    error: str
+    step: int
+    tokens_computed_S: tuple[int, ...]
+    free_pages_S: tuple[int, ...]
+    preemptions: int
+    experts_moved: int
+    bytes_moved: int
+    compiles_after_warmup: int
+    last_rebalance: float | None
+    active_requests: int
+
+
+def record_of[T](cls: type[T], message: Message) -> T:
+    """A dataclass from the message with the same field names."""
+
+    def value(name: str) -> Any:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        if field.has_presence and not message.HasField(name):
+            return None
+        return tuple(getattr(message, name)) if field.is_repeated else getattr(message, name)
+
+    return cls(**{field.name: value(field.name) for field in fields(cls)})  # type: ignore[arg-type]

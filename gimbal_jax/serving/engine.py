@@ -1,0 +1,281 @@
+"""The host side of one DP engine: its queue, its running sequences and their KV pages.
+
+The engine thread calls ``add`` and ``cancel``, then ``schedule``, the device step, and ``commit``.
+Nothing here knows about devices, clocks or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gimbal_jax.config import EngineConfig, QueueConfig
+from gimbal_jax.scheduler.queue import queue_key
+from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.pages import PageAllocator
+from gimbal_jax.serving.plan import Chunk, NextToken, Plan
+from gimbal_jax.serving.request import FinishReason, Output, Request
+
+
+class QueueFull(Exception):
+    """As many requests wait as may wait."""
+
+
+def max_sequence_tokens(config: EngineConfig) -> int:
+    """Most tokens of one sequence, prompt and output together; a prompt must be shorter."""
+    return min(config.max_model_len, config.num_pages * config.page_size)
+
+
+def check_limits(config: EngineConfig) -> None:
+    """ValueError if an engine with these limits could not make progress."""
+    for name in ("max_model_len", "page_size", "num_pages", "max_rows", "token_budget", "tile", "max_queue"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+    least = max(config.max_rows, config.tile)
+    if config.token_budget < least:
+        raise ValueError(f"token_budget must be at least max_rows and tile ({least}), not {config.token_budget}")
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request with its state. ``tokens[:length]`` is its prompt and output so far."""
+
+    request: Request
+    tokens: np.ndarray
+    length: int
+    prefill_end: int
+    """Tokens to compute before it decodes: its length when it last joined the queue."""
+    pages: np.ndarray
+    num_pages: int = 0
+    """``pages[:num_pages]`` are its own; the rest is room."""
+    computed: int = 0
+    """Tokens whose keys and values are in the pages."""
+
+    @property
+    def prefill_left(self) -> int:
+        return max(0, self.prefill_end - self.computed)
+
+    @property
+    def output_tokens(self) -> int:
+        return self.length - len(self.request.prompt)
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Order of arrival."""
+        return self.request.arrival, self.request.sequence
+
+
+class Engine:
+    """Queue, running sequences and pages of engine ``index``. Not thread-safe: the engine thread owns it.
+
+    Every request ends: the oldest running sequence always gets its page, a preempted one keeps its output,
+    and one that is let in has the pages for its whole prefill and the token after it.
+    """
+
+    def __init__(self, index: int, config: EngineConfig, queue: QueueConfig) -> None:
+        check_limits(config)
+        self.index = index
+        self.tokens_computed = 0
+        """Tokens that went through the model since start, recomputed ones included."""
+        self.preemptions = 0
+        self._config = config
+        self._queue = queue
+        self._pages = PageAllocator(config.num_pages)
+        self._waiting: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._seen = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def free_pages(self) -> int:
+        return self._pages.available
+
+    def add(self, request: Request) -> None:
+        """Queue a request. QueueFull when ``max_queue`` wait already."""
+        prompt_tokens, limit = len(request.prompt), max_sequence_tokens(self._config)
+        assert 0 < prompt_tokens < limit and request.sampling.max_tokens > 0, "the frontend refuses such requests"
+        assert request.id not in self._waiting and request.id not in self._running, "request ids are unique"
+        if len(self._waiting) >= self._config.max_queue:
+            raise QueueFull(f"engine {self.index}: {self._config.max_queue} requests wait (max_queue)")
+        tokens = np.zeros(min(limit, prompt_tokens + request.sampling.max_tokens), np.int32)
+        tokens[:prompt_tokens] = request.prompt
+        self._waiting[request.id] = Sequence(
+            request, tokens, prompt_tokens, prompt_tokens, np.zeros(self._pages_for(len(tokens)), np.int32)
+        )
+        self._seen = max(self._seen, request.sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request and free its pages; False if it is not here (any more)."""
+        sequence = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._free_pages_of(sequence)
+        return True
+
+    def fail_all(self, reason: str) -> list[Output]:
+        """End every request with an error."""
+        ids = [*self._running, *self._waiting]
+        for request_id in ids:
+            self.cancel(request_id)
+        return [Output(request_id, (), finish_reason="error", error=reason) for request_id in ids]
+
+    def schedule(self, now: float) -> Plan:
+        """Choose this step's work: a token for every sequence that decodes, then prefill in queue order.
+
+        Takes the pages that the work needs, preempting the youngest sequences where none is free.
+        """
+        preemptions = self.preemptions
+        decode = self._schedule_decode()
+        # Pages are short after a preemption: letting a sequence in would only cause the next one.
+        admit = self.preemptions == preemptions and len(self._running) < self._config.max_rows
+        prefill, tiles = self._schedule_prefill(now, len(decode), admit)
+        return Plan(decode, prefill, tiles)
+
+    def commit(self, plan: Plan, results: Iterable[NextToken | None]) -> list[Output]:
+        """Take in what the step chose after each of ``plan.chunks``; ended sequences free their pages.
+
+        A request that was cancelled since ``schedule`` is passed over.
+        """
+        self.tokens_computed += plan.tokens
+        outputs = []
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            sequence = self._running.get(chunk.request_id)
+            if sequence is None:
+                continue
+            sequence.computed = chunk.start + len(chunk.tokens)
+            if result is not None:
+                outputs.append(self._append(sequence, result))
+        return outputs
+
+    def trace(self, now: float, expert_pressure: float) -> Trace:
+        """What the dispatcher gets to know about this engine (paper 4.1)."""
+        return Trace(
+            engine=self.index,
+            time=now,
+            seen=self._seen,
+            running_prefill_tokens=sum(sequence.prefill_left for sequence in self._running.values()),
+            waiting_prefill_tokens=sum(sequence.prefill_left for sequence in self._waiting.values()),
+            kv_use=1 - self._pages.available / self._config.num_pages,
+            expert_pressure=expert_pressure,
+            running_requests=len(self._running),
+            waiting_requests=len(self._waiting),
+        )
+
+    def _schedule_decode(self) -> tuple[Chunk, ...]:
+        chunks = []
+        for sequence in sorted(self._running.values(), key=lambda s: s.age):
+            # Oldest first, so that a sequence preempted here has no row in this plan yet.
+            if sequence.prefill_left or sequence.request.id not in self._running:
+                continue
+            while not self._take_pages(sequence, self._pages_for(sequence.length)):
+                youngest = max(self._running.values(), key=lambda s: s.age)
+                self._preempt(youngest)
+                if youngest is sequence:
+                    break
+            else:
+                chunks.append(_chunk(sequence, 1))
+        return tuple(chunks)
+
+    def _schedule_prefill(self, now: float, decode_rows: int, admit: bool) -> tuple[tuple[Chunk, ...], int]:
+        """The prefill chunks and the tiles that they take."""
+        tile = self._config.tile
+        tokens_left = self._config.token_budget - decode_rows
+        tiles_left = all_tiles = self._config.token_budget // tile
+        candidates = [sequence for sequence in self._running.values() if sequence.prefill_left]
+        if admit:
+            candidates += self._waiting.values()
+        candidates.sort(key=lambda s: queue_key(self._queue, s.request.arrival, s.prefill_left, now))
+        chunks = []
+        for sequence in candidates:
+            count = min(sequence.prefill_left, tokens_left, tiles_left * tile)
+            if count == 0:
+                break
+            if sequence.request.id in self._waiting:
+                # Nothing overtakes the first one that does not fit, so that a long prompt is not starved.
+                admit = admit and self._admit(sequence)
+                if not admit:
+                    continue
+            chunks.append(_chunk(sequence, count))
+            tokens_left -= count
+            tiles_left -= -(-count // tile)
+        return tuple(chunks), all_tiles - tiles_left
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start a waiting sequence if a row, and pages for its whole prefill and one more token, are free."""
+        if len(self._running) >= self._config.max_rows:
+            return False
+        if not self._take_pages(sequence, self._pages_for(sequence.length + 1)):
+            return False
+        del self._waiting[sequence.request.id]
+        self._running[sequence.request.id] = sequence
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; its prompt and output so far are computed again later."""
+        del self._running[sequence.request.id]
+        self._free_pages_of(sequence)
+        sequence.computed = 0
+        sequence.prefill_end = sequence.length
+        self._waiting[sequence.request.id] = sequence
+        self.preemptions += 1
+
+    def _append(self, sequence: Sequence, chosen: NextToken) -> Output:
+        """Add a chosen token to its sequence; end the sequence if that was the last one."""
+        request, sampling = sequence.request, sequence.request.sampling
+        # Before min_tokens stop tokens are suppressed, unless the vocabulary has no other.
+        if chosen.token_id in sampling.stop_token_ids and sequence.output_tokens >= sampling.min_tokens:
+            self.cancel(request.id)
+            return Output(request.id, (), finish_reason="stop", stop_token_id=chosen.token_id)
+        sequence.tokens[sequence.length] = chosen.token_id
+        sequence.length += 1
+        finish: FinishReason | None = None
+        if sequence.length == len(sequence.tokens):
+            self.cancel(request.id)
+            finish = "length"
+        logprobs = () if chosen.logprobs is None else (chosen.logprobs,)
+        return Output(request.id, (chosen.token_id,), logprobs, finish)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._config.page_size)
+
+    def _take_pages(self, sequence: Sequence, total: int) -> bool:
+        """Let a sequence own ``total`` pages (or the more that it has); False if too few are free."""
+        missing = total - sequence.num_pages
+        if missing > 0:
+            pages = self._pages.allocate(missing)
+            if pages is None:
+                return False
+            sequence.pages[sequence.num_pages : total] = pages
+            sequence.num_pages = total
+        return True
+
+    def _free_pages_of(self, sequence: Sequence) -> None:
+        self._pages.free(sequence.pages[: sequence.num_pages].tolist())
+        sequence.num_pages = 0
+
+
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next ``count`` tokens of a sequence; the next token is chosen if they are its last ones."""
+    end = sequence.computed + count
+    request = sequence.request
+    choose = end == sequence.length
+    return Chunk(
+        request_id=request.id,
+        tokens=sequence.tokens[sequence.computed : end],
+        start=sequence.computed,
+        pages=sequence.pages[: sequence.num_pages],
+        sampling=request.sampling if choose else None,
+        suppress=request.sampling.stop_token_ids
+        if choose and sequence.output_tokens < request.sampling.min_tokens
+        else (),
+    )

@@ -1,0 +1,52 @@
+"""What one engine wants to compute in a step, and what came of it: records between engine, batch and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gimbal_jax.serving.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive tokens of one sequence to compute; a decode row is a chunk of one token."""
+
+    request_id: str
+    tokens: np.ndarray
+    """int32 token ids, at least one."""
+    start: int
+    """Position of the first one."""
+    pages: np.ndarray
+    """int32 pages of the sequence in order; they hold every position up to the last token's."""
+    sampling: SamplingParams | None
+    """How to choose the token after the last one; None in the middle of a prefill, where none is chosen."""
+    suppress: tuple[int, ...] = ()
+    """Tokens that must not be chosen yet (stop tokens before ``min_tokens``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Share of one engine in a step; without chunks the engine idles."""
+
+    decode: tuple[Chunk, ...] = ()
+    prefill: tuple[Chunk, ...] = ()
+    tiles: int = 0
+    """Tiles that the prefill chunks fill; each chunk starts a new one."""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.decode + self.prefill
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The token chosen after a chunk, with its log probabilities if the request wants them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None

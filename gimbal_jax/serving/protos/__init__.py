@@ -1,0 +1,1 @@
+"""Generated from control.proto by `make protos`; not edited by hand."""

@@ -1,0 +1,184 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetPlacementRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPlacementResponse(_message.Message):
+    __slots__ = ("layers", "experts", "ranks", "sources", "slot_of_expert_LE")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_OF_EXPERT_LE_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    experts: int
+    ranks: int
+    sources: int
+    slot_of_expert_LE: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., experts: _Optional[int] = ..., ranks: _Optional[int] = ..., sources: _Optional[int] = ..., slot_of_expert_LE: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetCountsRequest(_message.Message):
+    __slots__ = ("scope",)
+    class Scope(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        WINDOW: _ClassVar[GetCountsRequest.Scope]
+        TOTAL: _ClassVar[GetCountsRequest.Scope]
+    WINDOW: GetCountsRequest.Scope
+    TOTAL: GetCountsRequest.Scope
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    scope: GetCountsRequest.Scope
+    def __init__(self, scope: _Optional[_Union[GetCountsRequest.Scope, str]] = ...) -> None: ...
+
+class GetCountsResponse(_message.Message):
+    __slots__ = ("layers", "sources", "experts", "counts_LSE")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_LSE_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    sources: int
+    experts: int
+    counts_LSE: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., sources: _Optional[int] = ..., experts: _Optional[int] = ..., counts_LSE: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetTracesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Trace(_message.Message):
+    __slots__ = ("engine", "time", "seen", "running_prefill_tokens", "waiting_prefill_tokens", "kv_use", "expert_pressure", "running_requests", "waiting_requests")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    engine: int
+    time: float
+    seen: int
+    running_prefill_tokens: int
+    waiting_prefill_tokens: int
+    kv_use: float
+    expert_pressure: float
+    running_requests: int
+    waiting_requests: int
+    def __init__(self, engine: _Optional[int] = ..., time: _Optional[float] = ..., seen: _Optional[int] = ..., running_prefill_tokens: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., expert_pressure: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ...) -> None: ...
+
+class GetTracesResponse(_message.Message):
+    __slots__ = ("now", "traces")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    traces: _containers.RepeatedCompositeFieldContainer[Trace]
+    def __init__(self, now: _Optional[float] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ...) -> None: ...
+
+class GetDecisionsRequest(_message.Message):
+    __slots__ = ("last",)
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    last: int
+    def __init__(self, last: _Optional[int] = ...) -> None: ...
+
+class Dispatch(_message.Message):
+    __slots__ = ("request_id", "time", "engine", "rule", "scores_S")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    time: float
+    engine: int
+    rule: str
+    scores_S: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., engine: _Optional[int] = ..., rule: _Optional[str] = ..., scores_S: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("time", "step", "policy", "outcome", "reason", "cost_before", "cost_after", "imbalance_before", "imbalance_after", "remote_share_before", "remote_share_after", "experts_moved", "seconds")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COST_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    COST_AFTER_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_AFTER_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_SHARE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_SHARE_AFTER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    step: int
+    policy: str
+    outcome: str
+    reason: str
+    cost_before: float
+    cost_after: float
+    imbalance_before: float
+    imbalance_after: float
+    remote_share_before: float
+    remote_share_after: float
+    experts_moved: int
+    seconds: float
+    def __init__(self, time: _Optional[float] = ..., step: _Optional[int] = ..., policy: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., cost_before: _Optional[float] = ..., cost_after: _Optional[float] = ..., imbalance_before: _Optional[float] = ..., imbalance_after: _Optional[float] = ..., remote_share_before: _Optional[float] = ..., remote_share_after: _Optional[float] = ..., experts_moved: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class GetDecisionsResponse(_message.Message):
+    __slots__ = ("now", "dispatches", "placements")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    dispatches: _containers.RepeatedCompositeFieldContainer[Dispatch]
+    placements: _containers.RepeatedCompositeFieldContainer[Placement]
+    def __init__(self, now: _Optional[float] = ..., dispatches: _Optional[_Iterable[_Union[Dispatch, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    COMPILES_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
+    LAST_REBALANCE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    state: str
+    error: str
+    step: int
+    tokens_computed_S: _containers.RepeatedScalarFieldContainer[int]
+    free_pages_S: _containers.RepeatedScalarFieldContainer[int]
+    preemptions: int
+    experts_moved: int
+    bytes_moved: int
+    compiles_after_warmup: int
+    last_rebalance: float
+    active_requests: int
+    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RebalanceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,191 @@
+"""Replays a request trace against a running server and measures what its clients see."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.client_records import ClientError
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One request of a recorded trace."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to send ``arrival_s`` after the start of the replay."""
+
+    arrival_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one client saw. Times run from when the request was due, so a late send counts as waiting."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    """Time to the first token; NaN if none came."""
+    e2e_s: float
+    """Time to the end of the stream."""
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first; NaN for fewer than two tokens."""
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else float("nan")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A replay in numbers; means and 99th percentiles are over the requests that succeeded."""
+
+    requests: int
+    failed: int
+    ttft_mean_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    e2e_mean_s: float
+    e2e_p99_s: float
+    seconds: float
+    """From the start of the replay to the end of its last stream."""
+    output_tokens_per_s: float
+    tokens_per_s: float
+    """Prompt and output."""
+
+
+def read_trace(path: Path) -> tuple[TraceRow, ...]:
+    """Reads a CSV with columns arrival_s, input_tokens, output_tokens; ValueError names a bad line."""
+    rows: list[TraceRow] = []
+    with path.open(newline="") as file:
+        for line, record in enumerate(csv.DictReader(file), start=2):
+            try:
+                row = TraceRow(float(record["arrival_s"]), int(record["input_tokens"]), int(record["output_tokens"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}:{line}: needs arrival_s, input_tokens, output_tokens; got {record}"
+                ) from error
+            if row.input_tokens < 1 or row.output_tokens < 1 or row.arrival_s < (rows[-1].arrival_s if rows else 0.0):
+                raise ValueError(f"{path}:{line}: lengths must be at least 1 and arrivals must not fall, got {record}")
+            rows.append(row)
+    return tuple(rows)
+
+
+def scale_trace(
+    rows: Sequence[TraceRow], *, seconds: float, input_tokens: float, output_tokens: float
+) -> tuple[TraceRow, ...]:
+    """Multiplies arrivals and lengths; lengths are rounded and stay at least 1."""
+    return tuple(
+        TraceRow(
+            row.arrival_s * seconds,
+            max(1, round(row.input_tokens * input_tokens)),
+            max(1, round(row.output_tokens * output_tokens)),
+        )
+        for row in rows
+    )
+
+
+def conversation_topics(
+    count: int, topics: Sequence[str], rng: np.random.Generator, *, conversations: int, end: float
+) -> tuple[str, ...]:
+    """A topic for each of ``count`` requests, so that topics persist (rule: ours).
+
+    ``conversations`` go on side by side, each on one topic. A request belongs to one of
+    them, drawn evenly; after it that conversation ends with probability ``end`` and
+    another on a newly drawn topic takes its place.
+    """
+    going = list(rng.choice(topics, conversations))
+    drawn = []
+    for _ in range(count):
+        index = rng.integers(conversations)
+        drawn.append(str(going[index]))
+        if rng.random() < end:
+            going[index] = rng.choice(topics)
+    return tuple(drawn)
+
+
+async def replay(
+    client: GimbalClient,
+    calls: Sequence[Call],
+    *,
+    on_done: Callable[[Measurement], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Measurement]:
+    """Sends every call when it is due and reads all streams; a measurement per call, in order.
+
+    Calls never wait for each other (open loop). Tokens are drawn at temperature 1, and none
+    ends an output early. A call that the server refuses or breaks off becomes that call's ``error``.
+    """
+    start = clock()
+
+    async def run(call: Call) -> Measurement:
+        await asyncio.sleep(start + call.arrival_s - clock())
+        due = start + call.arrival_s
+        done = Measurement(call.arrival_s, len(call.prompt), 0, float("nan"), float("nan"))
+        stream = client.generate(
+            token_ids=call.prompt, max_tokens=call.max_tokens, temperature=1.0, seed=call.seed, ignore_eos=True
+        )
+        try:
+            async for chunk in stream:
+                if chunk.token_ids and not done.output_tokens:
+                    done = replace(done, ttft_s=clock() - due)
+                done = replace(done, output_tokens=done.output_tokens + len(chunk.token_ids))
+                if chunk.finish_reason not in (None, "length"):
+                    done = replace(done, error=f"finish_reason {chunk.finish_reason}")
+        except ClientError as error:
+            done = replace(done, error=str(error))
+        done = replace(done, e2e_s=clock() - due)
+        on_done(done)
+        return done
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(call)) for call in calls]
+    return [task.result() for task in tasks]
+
+
+def summarise(measurements: Sequence[Measurement]) -> Summary:
+    """Means and 99th percentiles (linear interpolation); NaN where nothing was measured."""
+    good = [m for m in measurements if not m.error]
+    seconds = max((m.arrival_s + m.e2e_s for m in measurements), default=float("nan"))
+    ttft_mean, ttft_p99 = _mean_p99([m.ttft_s for m in good])
+    tpot_mean, tpot_p99 = _mean_p99([m.tpot_s for m in good])
+    e2e_mean, e2e_p99 = _mean_p99([m.e2e_s for m in good])
+    output_tokens = sum(m.output_tokens for m in good)
+    return Summary(
+        requests=len(measurements),
+        failed=len(measurements) - len(good),
+        ttft_mean_s=ttft_mean,
+        ttft_p99_s=ttft_p99,
+        tpot_mean_s=tpot_mean,
+        tpot_p99_s=tpot_p99,
+        e2e_mean_s=e2e_mean,
+        e2e_p99_s=e2e_p99,
+        seconds=seconds,
+        output_tokens_per_s=output_tokens / seconds,
+        tokens_per_s=(output_tokens + sum(m.input_tokens for m in good)) / seconds,
+    )
+
+
+def _mean_p99(values: Sequence[float]) -> tuple[float, float]:
+    known = [value for value in values if not np.isnan(value)]
+    if not known:
+        return float("nan"), float("nan")
+    return float(np.mean(known)), float(np.percentile(known, 99))

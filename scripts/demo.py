@@ -1,0 +1,218 @@
+"""The demo: a real trace through gRPC, once under a baseline and once under gimbal.
+
+Makes a small checkpoint in out/demo-model, starts ``gimbal serve`` as a process of its own
+for each run, replays the shipped trace, prints one table, and writes out/demo.png and
+out/demo.json. The servers' logs are out/demo-*.log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gimbal_jax.model.demo_model import TOPICS, topic_prompt
+from gimbal_jax.model.hf_config import load_config
+from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.client_records import Unavailable
+from gimbal_jax.serving.replay import (
+    Call,
+    Measurement,
+    conversation_topics,
+    read_trace,
+    replay,
+    scale_trace,
+    summarise,
+)
+from gimbal_jax.serving.report import RunReport, Traffic, comparison_table, draw, expert_traffic
+from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
+
+OUT = Path(__file__).resolve().parents[1] / "out"
+MODEL = OUT / "demo-model"
+GIMBAL = Path(sys.executable).with_name("gimbal")
+MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
+RUNS = {
+    "vllm_classic, fcfs, eplb": ("--dispatch", "vllm_classic", "--queue", "fcfs", "--placement", "eplb"),
+    "gimbal": ("--dispatch", "gimbal", "--queue", "sjf_aging", "--placement", "gimbal"),
+}
+
+# The trace was recorded on large GPUs: shorter and slower requests suit two CPU cores.
+SLOWDOWN, INPUT_SCALE, OUTPUT_SCALE = 1.25, 1 / 8, 1 / 4
+# Topics persist: eight conversations at a time, each of 25 requests on average.
+CONVERSATIONS, CONVERSATION_END = 8, 0.04
+SAMPLE_PERIOD_S = 2.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
+
+console = Console()
+
+
+def main() -> None:
+    OUT.mkdir(exist_ok=True)
+    if not (MODEL / "model.safetensors").exists():
+        with console.status("making the demo model"):
+            subprocess.run([GIMBAL, "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
+    calls = make_calls()
+    output_tokens = sum(call.max_tokens for call in calls)
+    console.print(
+        f"{len(calls)} requests over {calls[-1].arrival_s:.0f} s: "
+        f"{sum(len(call.prompt) for call in calls):,} prompt tokens, {output_tokens:,} to generate"
+    )
+    results = [asyncio.run(run(name, policies, calls)) for name, policies in RUNS.items()]
+    reports = [report for report, _ in results]
+    console.print(comparison_table(reports))
+    draw(reports, OUT / "demo.png")
+    (OUT / "demo.json").write_text(json.dumps([details for _, details in results], indent=1))
+    console.print(f"picture: {OUT / 'demo.png'}, all numbers: {OUT / 'demo.json'}", soft_wrap=True)
+
+
+def make_calls() -> list[Call]:
+    """The shipped trace, scaled, with prompts on persistent topics; the same ones each time."""
+    with resources.as_file(resources.files("gimbal_jax") / "data" / "demo_trace.csv") as path:
+        rows = scale_trace(read_trace(path), seconds=SLOWDOWN, input_tokens=INPUT_SCALE, output_tokens=OUTPUT_SCALE)
+    tokenizer = load_tokenizer(MODEL)
+    assert tokenizer is not None, f"{MODEL} has no tokenizer.json"
+    rng = np.random.default_rng(0)
+    topics = conversation_topics(len(rows), TOPICS, rng, conversations=CONVERSATIONS, end=CONVERSATION_END)
+    return [
+        Call(row.arrival_s, prompt_tokens(tokenizer, topic, row.input_tokens, rng), row.output_tokens, seed)
+        for seed, (row, topic) in enumerate(zip(rows, topics, strict=True))
+    ]
+
+
+def prompt_tokens(tokenizer: Tokenizer, topic: str, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+    """Exactly ``count`` tokens of a topic: every word has at least one."""
+    return tuple(tokenizer.encode(topic_prompt(topic, count, rng))[:count])
+
+
+async def run(name: str, policies: Sequence[str], calls: Sequence[Call]) -> tuple[RunReport, dict[str, Any]]:
+    """One replay against a server of its own: the report, and everything known about it for the JSON file."""
+    async with server(name, policies) as target, GimbalClient(target) as client:
+        samples = [await sample(client)]
+        sampler = asyncio.create_task(keep_sampling(client, samples))
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(name, total=len(calls))
+            measured = await replay(client, calls, on_done=lambda _: progress.advance(bar))
+        sampler.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampler
+        samples.append(await settled_sample(client))
+        status = await client.status()
+        placement = await client.placement()
+        decisions = await client.decisions()
+
+    layers = len(samples[-1].counts_LSE)
+    counted = int((samples[-1].counts_LSE - samples[0].counts_LSE).sum())
+    report = RunReport(
+        name=name,
+        ranks=placement.ranks,
+        clients=summarise(measured),
+        experts=expert_traffic(samples, placement.ranks),
+        experts_moved=status.experts_moved,
+        tokens_counted=counted / (layers * load_config(MODEL).experts_per_token),
+        tokens_served=tokens_served(measured),
+    )
+    details = {
+        "name": name,
+        "policies": policies,
+        "clients": plain(report.clients),
+        "imbalance": report.experts.imbalance,
+        "remote_share": report.experts.remote_share,
+        "server": plain(status),
+        "tokens_counted": report.tokens_counted,
+        "tokens_served": report.tokens_served,
+        "placements": [plain(record) for record in decisions.placements],
+        "requests": [plain(measurement) for measurement in measured],
+    }
+    return report, details
+
+
+@contextlib.asynccontextmanager
+async def server(name: str, policies: Sequence[str]) -> AsyncIterator[str]:
+    """Address of a server that serves; afterwards it is told to stop, and must exit with 0."""
+    target = f"127.0.0.1:{free_port()}"
+    log = OUT / f"demo-{name.split(',')[0]}.log"
+    command = [str(GIMBAL), "serve", str(MODEL), *MESH, "--port", target.rpartition(":")[2], *policies]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with console.status(f"{name}: the server is warming up"):
+            await serving(target, process, log)
+        yield target
+        with console.status(f"{name}: the server is stopping"):
+            process.send_signal(signal.SIGTERM)
+            code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
+        if code != 0:
+            raise SystemExit(f"the server exited with {code}; its log is {log}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def serving(target: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns when the server serves; a new connection each time, since a refused one waits before it retries."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the server does not serve (exit code {process.poll()}):\n{log.read_text()[-2000:]}")
+        with contextlib.suppress(Unavailable):
+            async with GimbalClient(target) as client:
+                if await client.is_serving():
+                    return
+        await asyncio.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def sample(client: GimbalClient) -> Traffic:
+    placement = await client.placement()
+    return Traffic(await client.counts("total"), placement.slot_of_expert_LE)
+
+
+async def keep_sampling(client: GimbalClient, samples: list[Traffic]) -> None:
+    while True:
+        await asyncio.sleep(SAMPLE_PERIOD_S)
+        samples.append(await sample(client))
+
+
+async def settled_sample(client: GimbalClient) -> Traffic:
+    """A sample after the last step: the counts of two in a row agree."""
+    last = await sample(client)
+    while True:
+        await asyncio.sleep(0.5)
+        now = await sample(client)
+        if np.array_equal(now.counts_LSE, last.counts_LSE):
+            return now
+        last = now
+
+
+def tokens_served(measured: Sequence[Measurement]) -> int:
+    """Tokens that went through the model: all but the last one of each output."""
+    return sum(m.input_tokens + m.output_tokens - 1 for m in measured if m.output_tokens)
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """For JSON, which has no NaN."""
+    return asdict(record, dict_factory=lambda items: {key: None if value != value else value for key, value in items})
+
+
+if __name__ == "__main__":
+    main()

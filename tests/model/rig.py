@@ -1,0 +1,116 @@
+"""A model on a mesh, driven by hand: sequences in, all logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from gimbal_jax.config import EngineConfig, Exchange, MeshConfig, ModelConfig
+from gimbal_jax.model.checkpoint import load_safetensors
+from gimbal_jax.model.hf_config import load_config
+from gimbal_jax.model.inputs import SamplingInputs, StepInputs
+from gimbal_jax.model.sharding import make_mesh
+from gimbal_jax.model.step import DeviceState, abstract_model, new_state
+from gimbal_jax.model.transformer import StepLayout
+
+ENGINE = EngineConfig(max_model_len=80, page_size=8, num_pages=32, tile=8, token_budget=48)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence, whose pages start at ``first_page``."""
+
+    tokens: np.ndarray
+    start: int
+    first_page: int = 0
+
+
+@dataclass
+class Rig:
+    """Weights, pages and counters of one checkpoint on one mesh; float32."""
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh
+    layout: StepLayout
+    graph: nnx.GraphDef
+    weights: nnx.State
+    state: DeviceState
+    slot_of_expert_LE: np.ndarray
+    decode_rows: int = 2
+    tiles: int = 5
+    _forward: object = field(default=None, repr=False)
+
+    def run(self, *engines: tuple[list[Chunk], list[Chunk]]) -> list[list[np.ndarray]]:
+        """One step. Per engine: (decode chunks, prefill chunks) -> logits [tokens, V] of each, in that order."""
+        if self._forward is None:
+            self._forward = jax.jit(partial(_all_logits, self.graph, self.layout), donate_argnums=1)
+        inputs, places = build(engines, self.decode_rows, self.tiles)
+        logits, self.state = self._forward(self.weights, self.state, jnp.asarray(self.slot_of_expert_LE), inputs)
+        logits_STV = np.asarray(logits)
+        return [[logits_STV[s, at] for at in engine] for s, engine in enumerate(places)]
+
+    def counts_LSE(self) -> np.ndarray:
+        return np.asarray(self.state.counts_STLE).sum(axis=1).transpose(1, 0, 2)
+
+
+def rig(
+    folder: Path, dp: int, tp: int, exchange: Exchange = "gather", slot_of_expert_LE: np.ndarray | None = None
+) -> Rig:
+    config = load_config(folder)
+    mesh = make_mesh(MeshConfig(dp, tp))
+    graph, abstract = abstract_model(config, jnp.float32, mesh)
+    if slot_of_expert_LE is None:
+        slot_of_expert_LE = np.tile(np.arange(config.num_experts, dtype=np.int32), (len(config.moe_layers), 1))
+    weights = load_safetensors(folder, config, abstract, slot_of_expert_LE)
+    layout = StepLayout(mesh, ENGINE.tile, exchange)
+    state = new_state(config, ENGINE, jnp.float32, mesh)
+    return Rig(config, mesh, layout, graph, weights, state, slot_of_expert_LE)
+
+
+def _all_logits(graph, layout, weights, state, slot_of_expert_LE, inputs):
+    model = nnx.merge(graph, weights)
+    hidden_STD, pages, counts = model(inputs, state.pages, slot_of_expert_LE, layout)
+    return model.logits(hidden_STD, layout), DeviceState(pages, state.counts_STLE + counts)
+
+
+def build(engines, rows: int, tiles: int) -> tuple[StepInputs, list[list[np.ndarray]]]:
+    """Step inputs for these chunks, and the places of each chunk's tokens in T."""
+    size, tile, pages = len(engines), ENGINE.tile, ENGINE.pages_per_row
+    tokens_ST, positions_ST = np.zeros((2, size, rows + tiles * tile), np.int32)
+    write_ST = np.full_like(tokens_ST, ENGINE.num_pages * ENGINE.page_size)
+    start_SG, count_SG = np.zeros((2, size, rows + tiles), np.int32)
+    table_SGM = np.zeros((size, rows + tiles, pages), np.int32)
+    places: list[list[np.ndarray]] = []
+
+    def put(s: int, group: int, place: int, chunk: Chunk, at: int, n: int) -> np.ndarray:
+        where, position = np.arange(place, place + n), chunk.start + at + np.arange(n)
+        tokens_ST[s, where], positions_ST[s, where] = chunk.tokens[at : at + n], position
+        write_ST[s, where] = chunk.first_page * ENGINE.page_size + position
+        start_SG[s, group], count_SG[s, group] = position[0], n
+        table_SGM[s, group] = np.minimum(chunk.first_page + np.arange(pages), ENGINE.num_pages - 1)
+        return where
+
+    for s, (decode, prefill) in enumerate(engines):
+        here, next_tile = [put(s, i, i, c, 0, 1) for i, c in enumerate(decode)], 0
+        for chunk in prefill:
+            parts = []
+            for at in range(0, len(chunk.tokens), tile):
+                n = min(tile, len(chunk.tokens) - at)
+                parts.append(put(s, rows + next_tile, rows + next_tile * tile, chunk, at, n))
+                next_tile += 1
+            here.append(np.concatenate(parts))
+        places.append(here)
+    return StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, start_SG, count_SG, greedy(count_SG.shape)), places
+
+
+def greedy(shape: tuple[int, int]) -> SamplingInputs:
+    zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+    ids = zeros.astype(np.int32)
+    none = np.full((*shape, 16), -1, np.int32)
+    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), none, np.True_, np.False_)

@@ -1,0 +1,123 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gimbal_jax.config import PlacementConfig
+from gimbal_jax.scheduler.objective import placement_cost_L
+from gimbal_jax.scheduler.placement import assign_slots, propose, static_placement
+from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_share
+from tests.scheduler.windows import random_placement, skewed_counts, traffic
+
+GIMBAL, EPLB = PlacementConfig(), PlacementConfig(policy="eplb")
+
+
+def test_static_placement_is_contiguous():
+    slot_LE = static_placement(2, 4, 2)
+    assert slot_LE.tolist() == [[0, 1, 2, 3]] * 2
+    assert slot_LE.dtype == np.int32
+
+
+def test_trap_12_says_which_rank_counts_would_work():
+    with pytest.raises(ValueError, match=r"12 experts .* 5 ranks .* possible: 1, 2, 3, 4, 6, 12$"):
+        static_placement(2, 12, 5)
+
+
+def test_arrivals_fill_vacated_slots_and_stayers_keep_theirs():
+    # expert 0 leaves rank 0 (slot 2), expert 3 leaves rank 1 (slot 4); experts 1 and 4 stay put
+    old_slot_LE = np.array([[2, 0, 1, 4, 3, 5]])
+    new_slot_LE = assign_slots(np.array([[1, 0, 0, 0, 1, 1]]), old_slot_LE, 2)
+    assert new_slot_LE.tolist() == [[4, 0, 1, 2, 3, 5]]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_assigned_slots_are_a_permutation_on_the_wanted_ranks(layers, ranks, slots, seed):
+    rng = np.random.default_rng(seed)
+    old_slot_LE, wanted_LE = (random_placement(rng, layers, ranks * slots) for _ in range(2))
+    rank_LE = rank_of_expert(wanted_LE, ranks)
+    new_slot_LE = assign_slots(rank_LE, old_slot_LE, ranks)
+    assert (np.sort(new_slot_LE, axis=1) == np.arange(ranks * slots)).all()
+    assert (rank_of_expert(new_slot_LE, ranks) == rank_LE).all()
+    stays_LE = rank_of_expert(old_slot_LE, ranks) == rank_LE
+    assert (new_slot_LE[stays_LE] == old_slot_LE[stays_LE]).all()
+
+
+@given(traffic(), st.sampled_from([GIMBAL, EPLB, PlacementConfig(policy="static")]))
+def test_proposals_are_placements_and_say_what_they_cost(case, config):
+    counts_LSE, slot_LE, ranks = case
+    proposal = propose(counts_LSE, slot_LE, ranks, config)
+    new_slot_LE = proposal.slot_of_expert_LE
+    assert new_slot_LE.dtype == slot_LE.dtype
+    assert (np.sort(new_slot_LE, axis=1) == np.arange(slot_LE.shape[1])).all()
+    cost_L = placement_cost_L(counts_LSE, new_slot_LE, slot_LE, ranks, config)
+    assert proposal.cost_after == pytest.approx(cost_L.mean())
+    moved_LE = rank_of_expert(new_slot_LE, ranks) != rank_of_expert(slot_LE, ranks)
+    assert proposal.experts_moved == moved_LE.sum() == (new_slot_LE != slot_LE).sum()
+    assert moved_LE.any() or not proposal.apply
+    assert config.policy != "static" or not moved_LE.any()
+    assert not moved_LE[~counts_LSE.any(axis=(1, 2))].any()
+
+
+@given(traffic(), st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 1.0, 1.0), (1.0, 10.0, 0.0)]))
+def test_gimbal_never_costs_more_than_staying_in_any_layer(case, weights):
+    counts_LSE, slot_LE, ranks = case
+    config = PlacementConfig(alpha=weights[0], beta=weights[1], gamma=weights[2])
+    proposal = propose(counts_LSE, slot_LE, ranks, config)
+    before_L = placement_cost_L(counts_LSE, slot_LE, slot_LE, ranks, config)
+    after_L = placement_cost_L(counts_LSE, proposal.slot_of_expert_LE, slot_LE, ranks, config)
+    assert (after_L <= before_L).all()
+    assert proposal.cost_before == pytest.approx(before_L.mean())
+    assert proposal.apply == (before_L.mean() - after_L.mean() > config.min_gain * before_L.mean())
+
+
+def test_min_gain_decides():
+    counts_LSE, slot_LE = np.array([[[8, 4, 2, 2]]]), static_placement(1, 4, 2)
+    # ranks carry 12 and 4, then 10 and 6: load 0.25 -> 0.0625, two of four experts move for 0.05
+    proposal = propose(counts_LSE, slot_LE, 2, PlacementConfig(beta=1.0, gamma=0.1, min_gain=0.54))
+    assert (proposal.cost_before, proposal.cost_after) == pytest.approx((0.25, 0.1125))
+    assert proposal.slot_of_expert_LE.tolist() == [[0, 3, 2, 1]]
+    assert (proposal.apply, proposal.experts_moved) == (True, 2)
+    assert proposal.reason == "gain 55.00% exceeds min_gain 54.00%"
+    refused = propose(counts_LSE, slot_LE, 2, PlacementConfig(beta=1.0, gamma=0.1, min_gain=0.56))
+    assert not refused.apply
+    assert refused.reason == "gain 55.00% does not exceed min_gain 56.00%"
+
+
+def test_eplb_applies_whatever_differs():
+    slot_LE = static_placement(1, 4, 2)
+    proposal = propose(np.array([[[5, 5, 5, 5]]]), slot_LE, 2, EPLB)  # perfect already, and still it moves
+    assert (proposal.apply, proposal.experts_moved, proposal.cost_before) == (True, 2, 0.0)
+    again = propose(np.array([[[5, 5, 5, 5]]]), proposal.slot_of_expert_LE, 2, EPLB)
+    assert (again.apply, again.reason) == (False, "no expert would move")
+
+
+@pytest.mark.parametrize("config", [GIMBAL, EPLB])
+def test_an_empty_window_proposes_nothing(config):
+    slot_LE = np.array([[2, 1, 0, 3]], dtype=np.int32)
+    proposal = propose(np.zeros((1, 2, 4), dtype=np.int64), slot_LE, 2, config)
+    assert (proposal.apply, proposal.reason) == (False, "the window is empty")
+    assert proposal.slot_of_expert_LE.tolist() == slot_LE.tolist()
+
+
+def test_skewed_window_is_balanced_and_brought_closer_to_its_sources():
+    rng = np.random.default_rng(7)
+    slot_LE, ranks = static_placement(8, 128, 4), 4
+    counts_LSE = skewed_counts(rng, 8, 2, 128, 30_000)
+    proposal = propose(counts_LSE, slot_LE, ranks, GIMBAL)
+    assert proposal.apply
+    assert imbalance_L(counts_LSE, slot_LE, ranks).mean() > 1.15
+    assert imbalance_L(counts_LSE, proposal.slot_of_expert_LE, ranks).mean() < 1.05
+    assert remote_share(counts_LSE, proposal.slot_of_expert_LE, ranks) < 0.9 * remote_share(counts_LSE, slot_LE, ranks)
+    assert proposal.experts_moved < 0.35 * slot_LE.size
+    # and the next window of the same kind finds little left to do
+    again = propose(counts_LSE, proposal.slot_of_expert_LE, ranks, replace(GIMBAL, min_gain=0.0))
+    assert again.experts_moved < 0.2 * proposal.experts_moved
+
+
+def test_uncalibrated_paper_weights_leave_a_balanced_mixture_alone():
+    rng = np.random.default_rng(7)
+    counts_LSE = np.repeat(skewed_counts(rng, 4, 1, 64, 20_000), 2, axis=1)  # both sources alike: only load to gain
+    config = PlacementConfig(alpha=1.0, beta=0.0025, gamma=1.0)
+    assert propose(counts_LSE, static_placement(4, 64, 4), 4, config).reason == "no expert would move"

@@ -1,0 +1,363 @@
+"""The engine against a small deterministic model."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gimbal_jax.config import EngineConfig, QueueConfig
+from gimbal_jax.serving.engine import Engine, QueueFull, max_sequence_tokens
+from gimbal_jax.serving.plan import NextToken, Plan
+from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
+from tests.serving.paged_model import VOCAB, PagedModel, alone, request
+
+CONFIG = EngineConfig(
+    max_model_len=64, page_size=4, num_pages=32, max_rows=4, token_budget=16, tile=4, max_queue=8, exchange="gather"
+)
+FCFS, SJF = QueueConfig(policy="fcfs"), QueueConfig(policy="sjf_aging", aging_s=5.0)
+
+
+def step(engine: Engine, model: PagedModel, now: float = 0.0) -> tuple[Plan, list[Output]]:
+    plan = engine.schedule(now)
+    return plan, engine.commit(plan, model(plan))
+
+
+def run(engine: Engine, config: EngineConfig, most: int = 500) -> Iterator[tuple[Plan, list[Output]]]:
+    """Step until idle."""
+    model = PagedModel(config)
+    for _ in range(most):
+        if engine.idle:
+            return
+        yield step(engine, model)
+    raise AssertionError(f"still busy after {most} steps")
+
+
+def result(outputs: Iterable[Output], request_id: str) -> tuple[tuple[int, ...], str | None]:
+    """All tokens of a request, and how it ended."""
+    mine = [out for out in outputs if out.request_id == request_id]
+    return tuple(token for out in mine for token in out.token_ids), mine[-1].finish_reason
+
+
+def ids(chunks) -> list[tuple[str, int]]:
+    return [(chunk.request_id, len(chunk.tokens)) for chunk in chunks]
+
+
+# -- order ------------------------------------------------------------------
+
+
+def three_prompts(queue: QueueConfig, now: float) -> list[tuple[str, int]]:
+    engine = Engine(0, CONFIG, queue)
+    for i, length in enumerate((20, 3, 9), 1):
+        engine.add(request("abc"[i - 1], length, arrival=float(i), sequence=i))
+    return ids(engine.schedule(now).prefill)
+
+
+def test_fcfs_order():
+    assert three_prompts(FCFS, now=3.0) == [("a", 16)]
+
+
+def test_shortest_prefill_first():
+    # b 3 tokens in one tile, c 9 in three: no tile is left for a, although the budget has 4 tokens.
+    assert three_prompts(SJF, now=3.0) == [("b", 3), ("c", 9)]
+
+
+def test_an_aged_request_goes_first():
+    assert three_prompts(SJF, now=6.5) == [("a", 16)]
+
+
+def test_a_shorter_arrival_overtakes_a_started_prefill_which_then_goes_on():
+    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
+    engine.add(request("long", 40, sequence=1))
+    assert ids(step(engine, model)[0].prefill) == [("long", 16)]
+    engine.add(request("short", 5, arrival=1.0, sequence=2))
+    plan, outputs = step(engine, model, now=1.0)
+    assert ids(plan.prefill) == [("short", 5), ("long", 8)]
+    assert plan.tiles == 4
+    assert [out.request_id for out in outputs] == ["short"]
+    # Now "short" decodes: it takes one token of the budget, and the rest goes to prefill.
+    plan, _ = step(engine, model, now=1.0)
+    assert (ids(plan.decode), ids(plan.prefill)) == ([("short", 1)], [("long", 15)])
+    assert [chunk.start for chunk in plan.chunks] == [5, 24]
+
+
+def test_a_started_prefill_counts_by_what_is_left_of_it():
+    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
+    engine.add(request("started", 40, sequence=1))
+    step(engine, model)
+    engine.add(request("longer", 30, arrival=1.0, sequence=2))
+    assert ids(engine.schedule(1.0).prefill) == [("started", 16)]  # 24 left
+
+
+def test_nothing_overtakes_the_first_that_lacks_pages():
+    config = dataclasses.replace(CONFIG, num_pages=8, token_budget=64)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    engine.add(request("running", 13, max_tokens=8, sequence=1))  # 4 of 8 pages
+    step(engine, model)
+    engine.add(request("big", 16, sequence=2))  # 17 tokens: 5 pages
+    engine.add(request("small", 2, sequence=3))
+    plan, _ = step(engine, model)
+    assert (ids(plan.decode), ids(plan.prefill)) == ([("running", 1)], [])
+    engine.cancel("running")
+    assert ids(step(engine, model)[0].prefill) == [("big", 16), ("small", 2)]
+
+
+def test_rows_limit_admission():
+    config = dataclasses.replace(CONFIG, max_rows=2)
+    engine = Engine(0, config, FCFS)
+    for i in range(3):
+        engine.add(request(i, 1, sequence=i + 1))
+    assert ids(engine.schedule(0.0).prefill) == [("0", 1), ("1", 1)]
+
+
+# -- pages ------------------------------------------------------------------
+
+
+def test_the_youngest_is_preempted_and_recomputed():
+    config = dataclasses.replace(CONFIG, num_pages=4, max_model_len=16)
+    old, young = request("old", 6, 8, arrival=0.0, seed=1), request("young", 6, 8, arrival=1.0, sequence=2, seed=2)
+    engine = Engine(0, config, FCFS)
+    engine.add(young)
+    engine.add(old)
+    plans, news = zip(*run(engine, config), strict=True)
+    # Each holds 2 pages; "old" needs its third for the 9th token, when "young" has 9 tokens, 8 of them computed.
+    alone_again = [("old", 1)]
+    assert [ids(plan.chunks) for plan in plans[2:6]] == [[("old", 1), ("young", 1)], *[alone_again] * 3]
+    assert engine.preemptions == 1
+    # "old" computes 13 of its 14 tokens; then "young" starts anew with all of its 9.
+    assert [ids(plan.prefill) for plan in plans[8:9]] == [[("young", 9)]]
+    outputs = [out for step_outputs in news for out in step_outputs]
+    assert [result(outputs, req.id) for req in (old, young)] == [alone(old, config), alone(young, config)]
+    assert engine.tokens_computed == 2 * 13 + 8
+
+
+def test_a_lone_sequence_can_fill_the_whole_pool():
+    config = dataclasses.replace(CONFIG, num_pages=3, max_model_len=64)
+    req = request("a", 5, max_tokens=50)
+    engine = Engine(0, config, SJF)
+    engine.add(req)
+    tokens, reason = result([out for _, outputs in run(engine, config) for out in outputs], "a")
+    assert (tokens, reason) == alone(req, config)
+    assert len(tokens) == 3 * 4 - 5
+    assert engine.preemptions == 0
+
+
+def test_pages_are_free_in_the_step_that_ends_a_request():
+    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
+    engine.add(request("a", 9, max_tokens=1))
+    _, (out,) = step(engine, model)
+    assert out.finish_reason == "length"
+    assert engine.free_pages == CONFIG.num_pages
+    assert engine.idle
+
+
+def test_cancel_frees_pages_at_once_also_with_a_step_in_flight():  # trap 19
+    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
+    engine.add(request("a", 9, max_tokens=1))
+    engine.add(request("b", 2, sequence=2))
+    plan = engine.schedule(0.0)
+    results = model(plan)
+    assert engine.cancel("a")
+    assert not engine.cancel("a")
+    assert not engine.cancel("never seen")
+    assert engine.free_pages == CONFIG.num_pages - 1
+    outputs = engine.commit(plan, results)
+    assert [out.request_id for out in outputs] == ["b"]
+    assert engine.tokens_computed == 11  # they went through the model and were counted there
+    assert engine.free_pages == CONFIG.num_pages - 1
+
+
+# -- ends -------------------------------------------------------------------
+
+
+def first_tokens(count) -> list[int]:
+    return list(alone(request("a", 3, max_tokens=count), CONFIG)[0])
+
+
+def test_a_stop_token_ends_and_is_reported_but_not_emitted():
+    free = first_tokens(8)
+    stop = free[3]
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", 3, max_tokens=8, stop_token_ids=(stop,)))
+    outputs = [out for _, news in run(engine, CONFIG) for out in news]
+    assert [t for out in outputs for t in out.token_ids] == free[: free.index(stop)]
+    assert outputs[-1] == Output("a", (), finish_reason="stop", stop_token_id=stop)
+
+
+def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", 3, max_tokens=4, min_tokens=2, stop_token_ids=(1, 2)))
+    suppressed = [plan.chunks[0].suppress for plan, _ in run(engine, CONFIG)]
+    assert suppressed[:2] == [(1, 2), (1, 2)]
+    assert not any(suppressed[2:])
+    assert len(suppressed) > 2
+
+
+def test_a_stop_token_that_comes_before_min_tokens_does_not_end():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", 3, max_tokens=4, min_tokens=1, stop_token_ids=(1,)))
+    assert engine.commit(engine.schedule(0.0), [NextToken(1)]) == [Output("a", (1,))]
+    (out,) = engine.commit(engine.schedule(0.0), [NextToken(1)])
+    assert (out.token_ids, out.finish_reason) == ((), "stop")
+
+
+def test_model_length_ends_a_request():
+    config = dataclasses.replace(CONFIG, max_model_len=10)
+    engine = Engine(0, config, FCFS)
+    engine.add(request("a", 7, max_tokens=50))
+    tokens, reason = result([out for _, news in run(engine, config) for out in news], "a")
+    assert (len(tokens), reason) == (3, "length")
+
+
+def test_logprobs_come_with_their_token_only_when_wanted():
+    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
+    engine.add(request("with", 3, logprobs=1))
+    engine.add(request("without", 3, sequence=2))
+    outputs = {out.request_id: out for out in step(engine, model)[1]}
+    (token,) = outputs["with"].token_ids
+    assert outputs["with"].logprobs == (TokenLogprobs(-0.5, (token,), (-0.5,)),)
+    assert outputs["without"].logprobs == ()
+
+
+def test_fail_all_ends_everything():
+    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
+    for i in range(6):
+        engine.add(request(i, 5, sequence=i + 1))
+    step(engine, model)
+    outputs = engine.fail_all("device lost")
+    assert sorted(out.request_id for out in outputs) == ["0", "1", "2", "3", "4", "5"]
+    assert {(out.finish_reason, out.error) for out in outputs} == {("error", "device lost")}
+    assert engine.idle
+    assert engine.free_pages == CONFIG.num_pages
+
+
+# -- limits and trace -------------------------------------------------------
+
+
+def test_a_full_queue_refuses():
+    config = dataclasses.replace(CONFIG, max_queue=1)
+    engine = Engine(0, config, FCFS)
+    engine.add(request("a", 3))
+    with pytest.raises(QueueFull, match="max_queue"):
+        engine.add(request("b", 3, sequence=2))
+    engine.schedule(0.0)  # "a" runs now
+    engine.add(request("c", 3, sequence=3))
+    assert engine.waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_budget": 3}, "token_budget must be at least"),
+        ({"tile": 32}, "token_budget must be at least"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(0, dataclasses.replace(CONFIG, **change), FCFS)
+
+
+def test_trace_by_hand():
+    engine, model = Engine(2, CONFIG, FCFS), PagedModel(CONFIG)
+    engine.add(request("a", 3, sequence=4))
+    engine.add(request("b", 30, sequence=7))
+    step(engine, model)  # a done with prefill; 12 tokens of b (no tile is left for the 13th)
+    engine.add(request("c", 10, sequence=9))
+    trace = engine.trace(8.5, expert_pressure=1.5)
+    assert (trace.engine, trace.time, trace.seen, trace.expert_pressure) == (2, 8.5, 9, 1.5)
+    assert (trace.running_prefill_tokens, trace.waiting_prefill_tokens) == (18, 10)
+    assert (trace.running_requests, trace.waiting_requests) == (2, 1)
+    assert trace.kv_use == (1 + 8) / 32  # pages for 4 and for 31 tokens
+
+
+# -- everything at once -----------------------------------------------------
+
+
+@st.composite
+def engine_configs(draw) -> EngineConfig:
+    rows, tile = draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 8]))
+    return EngineConfig(
+        max_model_len=draw(st.integers(8, 40)),
+        page_size=draw(st.sampled_from([1, 4, 5])),
+        num_pages=draw(st.integers(3, 24)),
+        max_rows=rows,
+        token_budget=draw(st.integers(max(rows, tile), 24)),
+        tile=tile,
+    )
+
+
+@st.composite
+def workloads(draw):
+    """(configuration, queue, requests with the step they arrive in and perhaps the step they are cancelled in)."""
+    config = draw(engine_configs())
+    limit = max_sequence_tokens(config)
+    jobs = []
+    for i in range(draw(st.integers(1, 8))):
+        arrival = draw(st.integers(0, 12))
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=limit - 1))
+        max_tokens = draw(st.integers(1, 20))
+        params = SamplingParams(
+            max_tokens,
+            min_tokens=draw(st.integers(0, max_tokens)),
+            seed=draw(st.integers(0, 3)),
+            stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
+        )
+        cancel = draw(st.none() | st.integers(0, 15))
+        jobs.append((Request(str(i), tuple(prompt), params, arrival * 0.7, 0, i + 1), arrival, cancel))
+    return config, draw(st.sampled_from([FCFS, SJF])), jobs
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_batched_is_one_by_one_and_pages_are_conserved(workload):
+    config, queue, jobs = workload
+    engine, model = Engine(0, config, queue), PagedModel(config)
+    tokens: dict[str, tuple[int, ...]] = {req.id: () for req, _, _ in jobs}
+    ends: dict[str, str] = {}
+    cancelled: set[str] = set()
+    computed = 0
+    for tick in range(2000):
+        for req, arrival, cancel in jobs:
+            if arrival == tick:
+                engine.add(req)
+            if cancel is not None and arrival + cancel == tick and engine.cancel(req.id):
+                cancelled.add(req.id)
+        if engine.idle and tick > 12:
+            break
+        busy = not engine.idle
+        plan = engine.schedule(tick * 0.7)
+        check_plan(plan, config)
+        assert (plan.tokens > 0) == busy, "a step without progress"
+        assert all(chunk.request_id in engine._running for chunk in plan.chunks)
+        outputs = engine.commit(plan, model(plan))
+        computed += plan.tokens
+        for out in outputs:
+            assert out.request_id not in cancelled
+            assert out.request_id not in ends
+            tokens[out.request_id] += out.token_ids
+            if out.finish_reason:
+                ends[out.request_id] = out.finish_reason
+        held = [page for seq in engine._running.values() for page in seq.pages[: seq.num_pages].tolist()]
+        assert len(set(held)) == len(held) == config.num_pages - engine.free_pages
+    assert engine.idle, "still busy after 2000 steps"
+    assert engine.free_pages == config.num_pages
+    assert engine.tokens_computed == computed
+    for req, _, _ in jobs:
+        if req.id in cancelled:
+            assert tokens[req.id] == alone(req, config)[0][: len(tokens[req.id])]
+        else:
+            assert (tokens[req.id], ends[req.id]) == alone(req, config)
+
+
+def check_plan(plan: Plan, config: EngineConfig) -> None:
+    assert plan.tokens <= config.token_budget
+    assert plan.tiles == sum(-(-len(chunk.tokens) // config.tile) for chunk in plan.prefill)
+    assert plan.tiles <= config.token_budget // config.tile
+    assert len(plan.chunks) <= config.max_rows
+    assert all(len(chunk.tokens) == 1 for chunk in plan.decode)
+    assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
+    for chunk in plan.chunks:
+        assert len(chunk.tokens) > 0
+        assert chunk.start + len(chunk.tokens) <= len(chunk.pages) * config.page_size

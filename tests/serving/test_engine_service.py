@@ -1,0 +1,236 @@
+"""vllm.grpc.engine.VllmEngine through a real socket, with the published stubs."""
+
+import asyncio
+import hashlib
+import io
+import zipfile
+
+import grpc
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import common_pb2
+
+import gimbal_jax
+from gimbal_jax.serving.engine_service import CHUNK_BYTES
+from gimbal_jax.serving.model_files import load_model_files
+from tests.serving.fake_server import FakeCore, running_server, trace, until, with_server, write_model_folder
+
+Code = grpc.StatusCode
+
+
+def request(prompt=(5,), *, stream=True, id="", params=None, **fields):
+    params = {"max_tokens": 3, **(params or {})}
+    return pb.GenerateRequest(
+        request_id=id,
+        tokenized=pb.TokenizedInput(input_ids=prompt),
+        sampling_params=pb.SamplingParams(**params),
+        stream=stream,
+        **fields,
+    )
+
+
+async def responses(client, message, **options):
+    return [response async for response in client.engine.Generate(message, **options)]
+
+
+async def refused(client, message, code, text):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await responses(client, message)
+    assert (error.value.code(), text in error.value.details()) == (code, True), error.value
+
+
+@with_server()
+async def test_streaming(core, client):
+    *chunks, last = await responses(client, request())
+    chunks = [chunk.chunk for chunk in chunks]
+    assert [token for chunk in chunks for token in chunk.token_ids] == [6, 7, 8]
+    assert [chunk.completion_tokens for chunk in chunks][-1] == 3
+    assert all(chunk.prompt_tokens == 1 and not chunk.HasField("output_logprobs") for chunk in chunks)
+    complete = last.complete
+    assert (list(complete.output_ids), complete.finish_reason) == ([6, 7, 8], "length")
+    assert (complete.prompt_tokens, complete.completion_tokens) == (1, 3)
+    assert complete.WhichOneof("matched_stop") is None
+
+
+@with_server()
+async def test_not_streaming(core, client):
+    [response] = await responses(client, request(stream=False))
+    assert list(response.complete.output_ids) == [6, 7, 8]
+
+
+@with_server()
+async def test_stop_token_is_reported(core, client):
+    *_, last = await responses(client, request(params={"stop_token_ids": [7]}))
+    complete = last.complete
+    assert (list(complete.output_ids), complete.finish_reason, complete.matched_token_id) == ([6], "stop", 7)
+    *_, last = await responses(client, request(prompt=(297,)))
+    assert (list(last.complete.output_ids), last.complete.matched_token_id) == ([298], 299)
+
+
+@with_server()
+async def test_logprobs(core, client):
+    [response] = await responses(client, request(stream=False, params={"logprobs": 2}))
+    logprobs = response.complete.output_logprobs
+    assert (list(logprobs.token_ids), list(logprobs.token_logprobs)) == ([6, 7, 8], [-0.5] * 3)
+    assert [(list(top.token_ids), list(top.values)) for top in logprobs.top_logprobs] == [([0, 1], [0.0, -1.0])] * 3
+    *chunks, _ = await responses(client, request(params={"logprobs": 0}))
+    assert [list(chunk.chunk.output_logprobs.token_ids) for chunk in chunks] == [
+        list(chunk.chunk.token_ids) for chunk in chunks
+    ]
+    assert not chunks[0].chunk.output_logprobs.top_logprobs
+
+
+@with_server({"paused": True})
+async def test_abort(core, client):
+    stream = asyncio.create_task(responses(client, request(id="a")))
+    await until(lambda: core.live)
+    core.step()
+    await client.engine.Abort(pb.AbortRequest(request_ids=["a", "unknown"]))
+    *_, last = await stream
+    assert (last.complete.finish_reason, list(last.complete.output_ids)) == ("abort", [6])
+    assert core.live == []
+
+
+@with_server({"paused": True})
+async def test_client_that_cancels_frees_its_request(core, client):
+    call = client.engine.Generate(request())
+    reading = asyncio.create_task(call.read())
+    await until(lambda: core.live)
+    call.cancel()
+    await until(lambda: not core.live)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+@with_server({"paused": True})
+async def test_client_that_vanishes_frees_its_request(core, client):
+    reading = asyncio.create_task(responses(client, request()))
+    await until(lambda: core.live)
+    await client.__aexit__(None, None, None)
+    await until(lambda: not core.live)
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+@with_server({"paused": True})
+async def test_deadline_frees_the_request(core, client):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await responses(client, request(), timeout=0.2)
+    assert error.value.code() == Code.DEADLINE_EXCEEDED
+    await until(lambda: core.cancelled and not core.live)
+
+
+@with_server({"paused": True, "max_queue": 1})
+async def test_refusals_have_their_status(core, client):
+    stream = asyncio.create_task(responses(client, request(id="a")))
+    await until(lambda: core.live)
+    await refused(client, request(id="a"), Code.ALREADY_EXISTS, "request_id 'a'")
+    await refused(client, request(), Code.RESOURCE_EXHAUSTED, "waiting requests")
+    await refused(client, request(prompt=[]), Code.INVALID_ARGUMENT, "tokenized.input_ids must hold at least one")
+    await refused(client, request(data_parallel_rank=2), Code.INVALID_ARGUMENT, "data_parallel_rank must be in [0, 1]")
+    await refused(client, request(params={"n": 2}), Code.UNIMPLEMENTED, "sampling_params.n")
+    await refused(client, pb.GenerateRequest(text="hi"), Code.INVALID_ARGUMENT, "no tokenizer")
+    core.fail(core.live[0], "device lost")
+    with pytest.raises(grpc.aio.AioRpcError, match="device lost") as error:
+        await stream
+    assert error.value.code() == Code.INTERNAL
+
+
+@with_server({"state": "warming"})
+async def test_warming_server_is_unavailable(core, client):
+    await refused(client, request(), Code.UNAVAILABLE, "warming")
+
+
+@with_server()
+async def test_pinned_engine(core, client):
+    for engine in (1, 1, 0):
+        await responses(client, request(data_parallel_rank=engine))
+    assert [(request.engine, request.sequence) for request in core.submitted] == [(1, 1), (1, 2), (0, 1)]
+
+
+@with_server(new_seed=iter([41, 42]).__next__)
+async def test_unset_seed_is_new_each_time(core, client):
+    for params in ({}, {}, {"seed": 7}):
+        await responses(client, request(params=params))
+    assert [request.sampling.seed for request in core.submitted] == [41, 42, 7]
+
+
+@with_server(wall_clock=lambda: 1.5)
+async def test_info(core, client):
+    model = await client.engine.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.vocab_size, model.max_context_length, model.max_req_input_len) == (300, 64, 63)
+    assert (model.served_model_name, model.model_path, model.tokenizer_path) == ("fake", "/models/fake", "")
+    assert (list(model.eos_token_ids), model.pad_token_id, model.is_generation) == ([299], 298, True)
+    await responses(client, request())
+    server = await client.engine.GetServerInfo(pb.GetServerInfoRequest())
+    assert (server.data_parallel_size, server.block_size, server.max_num_seqs) == (2, 4, 16)
+    assert (server.last_receive_timestamp, server.is_paused, server.active_requests) == (1.5, False, 0)
+    assert server.uptime_seconds > 0
+
+
+@with_server(wall_clock=lambda: 0)
+async def test_loads_come_from_the_traces(core, client):
+    core.traces = (trace(0, running=2, waiting=1, prefill=40, kv_use=0.5), trace(1))
+    response = await client.engine.GetLoads(pb.GetLoadsRequest())
+    assert (response.timestamp, response.version) == ("1970-01-01T00:00:00+00:00", gimbal_jax.__version__)
+    first, second = response.loads
+    assert (first.num_running_reqs, first.num_waiting_reqs, first.num_total_reqs) == (2, 1, 3)
+    assert (first.token_usage, first.num_used_tokens, first.max_total_num_tokens) == (0.5, 64, 128)
+    assert (first.utilization, first.num_waiting_uncached_tokens, second.dp_rank) == (0.25, 40, 1)
+    response = await client.engine.GetLoads(pb.GetLoadsRequest(dp_rank=1))
+    assert [load.dp_rank for load in response.loads] == [1]
+    with pytest.raises(grpc.aio.AioRpcError, match=r"dp_rank must be in \[0, 1\], got 2"):
+        await client.engine.GetLoads(pb.GetLoadsRequest(dp_rank=2))
+
+
+@with_server()
+async def test_health_check_follows_the_state(core, client):
+    assert (await client.engine.HealthCheck(pb.HealthCheckRequest())).healthy
+    core.state = "draining"
+    response = await client.engine.HealthCheck(pb.HealthCheckRequest())
+    assert (response.healthy, response.message) == (False, "draining")
+
+
+def test_tokenizer_and_text(tmp_path):
+    write_model_folder(tmp_path)
+    noise = " ".join(hashlib.sha256(bytes([i % 256, i // 256])).hexdigest() for i in range(2000))
+    (tmp_path / "merges.txt").write_text(noise)  # makes the archive longer than a message
+
+    async def main(core):
+        async with asyncio.timeout(20), running_server(core, load_model_files(tmp_path)) as (client, *_):
+            chunks = [chunk async for chunk in client.engine.GetTokenizer(common_pb2.GetTokenizerRequest())]
+            *_, last = await responses(client, pb.GenerateRequest(text="a", stream=True))
+            info = await client.engine.GetModelInfo(pb.GetModelInfoRequest())
+        data = b"".join(chunk.data for chunk in chunks)
+        assert len(chunks) > 1 and all(len(chunk.data) <= CHUNK_BYTES for chunk in chunks)
+        assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.read("tokenizer.json") == (tmp_path / "tokenizer.json").read_bytes()
+            assert archive.read("merges.txt").decode() == noise
+        assert last.complete.completion_tokens == 63
+        assert info.default_sampling_params_json == '{"temperature": 0.6, "top_k": 20}'
+
+    with FakeCore() as core:
+        asyncio.run(main(core))
+
+
+@with_server()
+async def test_no_tokenizer_is_not_found(core, client):
+    with pytest.raises(grpc.aio.AioRpcError, match="no tokenizer") as error:
+        await client.engine.GetTokenizer(common_pb2.GetTokenizerRequest()).read()
+    assert error.value.code() == Code.NOT_FOUND
+
+
+@with_server()
+async def test_what_is_missing_says_so(core, client):
+    calls = {
+        "Embed": client.engine.Embed(pb.EmbedRequest()),
+        "FlushCache": client.engine.FlushCache(common_pb2.FlushCacheRequest()),
+        "StartProfile": client.engine.StartProfile(common_pb2.StartProfileRequest()),
+        "StopProfile": client.engine.StopProfile(common_pb2.StopProfileRequest()),
+        "SubscribeKvEvents": client.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{name}: ") as error:
+            await call
+        assert error.value.code() == Code.UNIMPLEMENTED

@@ -1,0 +1,206 @@
+"""The frontend over a fake core, without sockets: dispatch, routing, ends of every kind."""
+
+import asyncio
+import dataclasses
+import functools
+import time
+
+import pytest
+
+from gimbal_jax.config import DispatchConfig
+from gimbal_jax.serving.engine import QueueFull
+from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing
+from gimbal_jax.serving.request import Output, SamplingParams
+from tests.serving.fake_server import CONFIG, FakeCore, trace, until
+
+THREE = SamplingParams(max_tokens=3)
+
+
+def with_frontend(**core_options):
+    """Runs an async test(core, frontend); the core steps only when the test says so."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run():
+            async def main():
+                core = FakeCore(**core_options)
+                async with asyncio.timeout(10):
+                    await test(core, Frontend(core, time.monotonic))
+
+            asyncio.run(main())
+
+        del run.__wrapped__  # pytest would take the test's parameters for fixtures
+        return run
+
+    return decorate
+
+
+def start(frontend, request_id="a", prompt=(1,), sampling=THREE, engine=None):
+    """A task that collects all outputs of a request."""
+
+    async def collect():
+        return [output async for output in frontend.generate(request_id, prompt, sampling, engine)]
+
+    return asyncio.create_task(collect())
+
+
+@with_frontend()
+async def test_streams_tokens_as_they_come(core, frontend):
+    outputs = frontend.generate("a", (5,), THREE)
+    first = asyncio.create_task(anext(outputs))
+    await until(lambda: core.submitted)
+    core.step()
+    assert await first == Output("a", (6,))
+    assert frontend.active == 1
+    core.step()
+    assert await anext(outputs) == Output("a", (7,))
+    core.step()
+    assert await anext(outputs) == Output("a", (8,), finish_reason="length")
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
+    assert frontend.active == 0 and frontend.idle.is_set()
+    assert core.cancelled == []
+    assert frontend.counters.outcomes == {"length": 1}
+    assert (frontend.counters.prompt_tokens, frontend.counters.generated_tokens) == (1, 3)
+    assert frontend.counters.first_tokens == 1
+
+
+@with_frontend()
+async def test_slow_consumer_gets_everything_in_one_piece(core, frontend):
+    outputs = frontend.generate("a", (5,), dataclasses.replace(THREE, logprobs=1))
+    first = asyncio.create_task(anext(outputs))
+    await until(lambda: core.submitted)
+    for _ in range(3):
+        core.step()
+    merged = await first
+    assert (merged.token_ids, merged.finish_reason, len(merged.logprobs)) == ((6, 7, 8), "length", 3)
+
+
+@with_frontend()
+async def test_dispatch_follows_the_latest_traces(core, frontend):
+    core.traces = (trace(0, prefill=5000), trace(1))
+    start(frontend, "a")
+    await until(lambda: core.submitted)
+    assert core.submitted[0].engine == 1
+    core.traces = (trace(0), trace(1, prefill=5000, seen=1))
+    start(frontend, "b")
+    await until(lambda: len(core.submitted) == 2)
+    assert (core.submitted[1].engine, core.submitted[1].sequence) == (0, 1)
+    assert [decision.rule for *_, decision in frontend.dispatcher.recent] == ["least_score", "least_score"]
+    assert frontend.counters.rules == {"least_score": 2}
+
+
+@with_frontend()
+async def test_compensation_is_released_when_a_request_ends(core, frontend):
+    task = start(frontend, prompt=(1,) * 20, engine=0)
+    await until(lambda: core.submitted)
+    assert frontend.dispatcher.view(time.monotonic()).compensation_S == (20, 0)
+    for _ in range(3):
+        core.step()
+    await task
+    assert frontend.dispatcher.view(time.monotonic()).compensation_S == (0, 0)
+
+
+@with_frontend(max_queue=1)
+async def test_refused_request_leaves_nothing_behind(core, frontend):
+    start(frontend, "a")
+    await until(lambda: core.submitted)
+    with pytest.raises(QueueFull):
+        await start(frontend, "b", prompt=(1,) * 9)
+    assert frontend.active == 1
+    assert sum(frontend.dispatcher.view(time.monotonic()).compensation_S) == 1
+    assert core.cancelled == []
+    assert frontend.counters.outcomes == {"refused": 1}
+
+
+@with_frontend()
+async def test_leaving_the_iteration_cancels_in_the_core(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert core.cancelled == [core.submitted[0].id]
+    assert frontend.active == 0
+    assert frontend.dispatcher.view(time.monotonic()).compensation_S == (0, 0)
+    assert frontend.counters.outcomes == {"cancelled": 1}
+
+
+@with_frontend()
+async def test_abort_ends_the_stream_and_the_core(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    core.step()
+    await asyncio.sleep(0)
+    frontend.abort(["unknown", "a"])
+    outputs = await task
+    assert outputs[-1].finish_reason == "abort"
+    assert [token for output in outputs for token in output.token_ids] == [2]
+    assert core.cancelled == [core.submitted[0].id]
+
+
+@with_frontend()
+async def test_live_id_is_refused_and_then_free_again(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    with pytest.raises(DuplicateRequest, match="'a'"):
+        await start(frontend)
+    frontend.abort(["a"])
+    await task
+    start(frontend)
+    await until(lambda: len(core.submitted) == 2)
+
+
+@with_frontend()
+async def test_late_news_of_an_aborted_request_does_not_reach_its_namesake(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    frontend.abort(["a"])
+    await task
+    again = start(frontend, prompt=(50,))
+    await until(lambda: len(core.submitted) == 2)
+    core.on_outputs([Output(core.submitted[0].id, (2,), finish_reason="length")])
+    for _ in range(3):
+        core.step()
+    assert [token for output in await again for token in output.token_ids] == [51, 52, 53]
+
+
+@with_frontend()
+async def test_engine_error_fails_the_stream(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    core.fail(core.submitted[0].id, "out of pages")
+    with pytest.raises(GenerationFailed, match="out of pages"):
+        await task
+    assert frontend.counters.outcomes == {"error": 1}
+
+
+@with_frontend()
+async def test_refuse_and_end_all(core, frontend):
+    task = start(frontend)
+    await until(lambda: core.submitted)
+    frontend.refuse("the server is draining")
+    with pytest.raises(NotServing, match="draining"):
+        await start(frontend, "b")
+    frontend.end_all("stopped early")
+    with pytest.raises(NotServing, match="stopped early"):
+        await task
+    assert core.cancelled == [core.submitted[0].id]
+    assert frontend.idle.is_set()
+
+
+def test_round_robin_and_outputs_from_another_thread():
+    config = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="round_robin"))
+
+    async def main(core):
+        async with asyncio.timeout(10):
+            frontend = Frontend(core, time.monotonic)
+            results = await asyncio.gather(*(start(frontend, str(i), prompt=(i,)) for i in range(10)))
+        for i, outputs in enumerate(results):
+            assert [token for output in outputs for token in output.token_ids] == [i + 1, i + 2, i + 3]
+        assert [request.engine for request in core.submitted] == [0, 1] * 5
+
+    with FakeCore(config=config) as core:
+        asyncio.run(main(core))
+        core.submitted.clear()
+        core.on_outputs([Output("late", (1,))])  # the loop is closed: nothing may be raised on the engine thread

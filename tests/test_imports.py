@@ -1,0 +1,118 @@
+"""The rules of the source tree: who imports whom, no environment variables, short files."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gimbal_jax
+
+ROOT = Path(gimbal_jax.__file__).parents[1]
+PACKAGE = ROOT / "gimbal_jax"
+ANY = None
+
+# Part of the package -> parts of it that it may import, and foreign packages (ANY: whatever we depend on).
+ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
+    "config": (set(), set()),
+    "pallas_kernels": (set(), {"jax"}),
+    "scheduler": ({"config"}, {"numpy"}),
+    "model": ({"config", "pallas_kernels"}, ANY),
+    "serving": ({"config", "scheduler", "model"}, ANY),
+    "simulation": ({"config", "scheduler", "model"}, ANY),
+    "cli": ({"config", "scheduler", "model", "serving", "simulation"}, ANY),
+}
+
+
+def is_generated(path: Path) -> bool:
+    return "_pb2" in path.name
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if not is_generated(path))
+
+
+def imported_names(source: str, module: str) -> Iterator[str]:
+    """Dotted names that a module imports, anywhere in it; ``from a import b`` gives a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(source: str, module: str) -> list[str]:
+    part = module.split(".")[1]
+    parts, foreign = ALLOWED[part]
+    found = []
+    for name in imported_names(source, module):
+        top, _, rest = name.partition(".")
+        if top == "gimbal_jax":
+            if rest.split(".")[0] not in {part, *parts}:
+                found.append(name)
+        elif foreign is not ANY and top not in sys.stdlib_module_names and top not in foreign:
+            found.append(name)
+    return found
+
+
+def environment_uses(source: str) -> list[int]:
+    """Lines that read or write environment variables."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    return sorted(
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names})
+    )
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+PACKAGE_FILES = [path for path in sources(PACKAGE) if path.parent != PACKAGE or path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=module_of)
+def test_imports_go_one_way(path: Path):
+    assert forbidden_imports(path.read_text(), module_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("gimbal_jax.scheduler.queue", "import jax.numpy as jnp", ["jax.numpy"]),
+        ("gimbal_jax.scheduler.queue", "def f():\n    from gimbal_jax.model import moe", ["gimbal_jax.model.moe"]),
+        ("gimbal_jax.scheduler.queue", "import numpy, math\nfrom gimbal_jax import config\nfrom . import trace", []),
+        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine"]),
+        ("gimbal_jax.model.moe", "from gimbal_jax.scheduler import traffic", ["gimbal_jax.scheduler.traffic"]),
+        ("gimbal_jax.config", "import numpy", ["numpy"]),
+        ("gimbal_jax.serving.server", "import gimbal_jax.cli", ["gimbal_jax.cli"]),
+    ],
+)
+def test_forbidden_imports_are_seen(module: str, source: str, found: list[str]):
+    assert forbidden_imports(source, module) == found
+
+
+def test_scheduler_does_not_load_jax():
+    modules = [module_of(path) for path in sources(PACKAGE / "scheduler") if path.name != "__init__.py"]
+    assert modules
+    program = f"import sys, {', '.join(modules)}\nsys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_package_reads_no_environment_variables():
+    assert {module_of(path): lines for path in sources(PACKAGE) if (lines := environment_uses(path.read_text()))} == {}
+    assert environment_uses("import os\nos.environ['A']\nos.getenv('A')\nfrom os import environ") == [2, 3, 4]
+
+
+def test_files_are_short():
+    folders = [PACKAGE, ROOT / "scripts", ROOT / "tests"]
+    lengths = {path: len(path.read_text().splitlines()) for folder in folders for path in sources(folder)}
+    assert {str(path): length for path, length in lengths.items() if length > 500} == {}
+    assert statistics.median(lengths.values()) < 150
