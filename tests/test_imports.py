@@ -21,9 +21,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "pallas_kernels": (set(), {"jax"}),
     "scheduler": ({"config"}, {"numpy"}),
     "model": ({"config", "pallas_kernels"}, ANY),
-    "serving": ({"config", "scheduler", "model"}, ANY),
+    "serving": ({"__version__", "config", "scheduler", "model"}, ANY),
     "simulation": ({"config", "scheduler", "model"}, ANY),
-    "cli": ({"config", "scheduler", "model", "serving", "simulation"}, ANY),
+    "cli": ({"__version__", "config", "scheduler", "model", "serving", "simulation"}, ANY),
 }
 
 

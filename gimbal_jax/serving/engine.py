@@ -174,8 +174,8 @@ class Engine:
     def _schedule_decode(self) -> tuple[Chunk, ...]:
         chunks = []
         for sequence in sorted(self._running.values(), key=lambda s: s.age):
-            # Oldest first, so that a sequence preempted here has no row in this plan yet.
-            if sequence.prefill_left or sequence.request.id not in self._running:
+            # Oldest first: a sequence preempted here has no row in this plan yet, and gets none, with prefill left.
+            if sequence.prefill_left:
                 continue
             while not self._take_pages(sequence, self._pages_for(sequence.length)):
                 youngest = max(self._running.values(), key=lambda s: s.age)

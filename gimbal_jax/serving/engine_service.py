@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-import gimbal_jax
+from gimbal_jax import __version__
 from gimbal_jax.serving.engine import QueueFull
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing
 from gimbal_jax.serving.model_files import ModelFiles
@@ -156,7 +156,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
         ]
         return pb.GetLoadsResponse(
             timestamp=datetime.datetime.fromtimestamp(self._wall_clock(), datetime.UTC).isoformat(),
-            version=gimbal_jax.__version__,
+            version=__version__,
             dp_rank_count=len(loads),
             loads=loads,
         )

@@ -29,8 +29,6 @@ OPTIONS: list[tuple[str, int]] = [
     # Two servers on one port would share it silently.
     ("grpc.so_reuseport", 0),
     # Clients with long silent calls ping to keep them: by default the server answers that with GOAWAY too_many_pings.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
     ("grpc.http2.max_ping_strikes", 0),
     # Find clients that vanished, so that their requests free their pages.
     ("grpc.keepalive_time_ms", 30_000),

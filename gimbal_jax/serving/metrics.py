@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-import gimbal_jax
+from gimbal_jax import __version__
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
 from gimbal_jax.serving.frontend import Core, Frontend
 
@@ -44,7 +44,7 @@ class StatusCollector(Collector):
         return []  # Registration must not scrape a core that is still warming up.
 
     def collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("gimbal_build", "Version of the server.", {"version": gimbal_jax.__version__})
+        yield InfoMetricFamily("gimbal_build", "Version of the server.", {"version": __version__})
         yield from self._requests()
         yield from self._engines()
         yield from self._loop()

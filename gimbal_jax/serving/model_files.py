@@ -38,11 +38,12 @@ class ModelFiles:
 
 def load_model_files(folder: Path, name: str | None = None) -> ModelFiles:
     """``name`` defaults to the folder's own."""
+    folder = folder.resolve()
     tokenizer = load_tokenizer(folder)
     generation_config = folder / "generation_config.json"
     defaults = json.loads(generation_config.read_text("utf-8")) if generation_config.is_file() else {}
     return ModelFiles(
-        name=name or folder.resolve().name,
+        name=name or folder.name,
         folder=folder,
         tokenizer=tokenizer,
         archive=_archive(folder) if tokenizer else b"",

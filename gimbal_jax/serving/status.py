@@ -9,6 +9,7 @@ import numpy as np
 
 from gimbal_jax.scheduler.trace import Trace
 
+Outcome = Literal["applied", "migrating", "kept", "failed"]
 State = Literal["warming", "serving", "draining", "stopped", "failed"]
 
 
@@ -19,7 +20,7 @@ class PlacementRecord:
     time: float
     step: int
     policy: str
-    outcome: Literal["applied", "migrating", "kept", "failed"]
+    outcome: Outcome
     reason: str
     cost_before: float
     cost_after: float

@@ -19,8 +19,8 @@ from gimbal_jax.serving.engine import QueueFull
 from gimbal_jax.serving.frontend import NotServing
 from gimbal_jax.serving.grpc_server import serve
 from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.request import Output, TokenLogprobs
-from gimbal_jax.serving.status import PlacementRecord, Status
+from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.status import PlacementRecord, State, Status
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -79,14 +79,16 @@ class FakeCore:
     ``step`` emits one token for every request; a thread does so all the time unless ``paused``.
     """
 
-    def __init__(self, *, model=MODEL, config=CONFIG, state="serving", paused=False, max_queue=100):
+    def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self.traces = ()
+        self.traces: tuple[Trace, ...] = ()
         self.on_outputs = lambda outputs: None
-        self.submitted, self.cancelled, self.rebalances = [], [], 0
+        self.submitted: list[Request] = []
+        self.cancelled: list[str] = []
+        self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
-        self.last_rebalance = None
-        self._live = {}
+        self.last_rebalance: float | None = None
+        self._live: dict[str, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -153,12 +155,12 @@ class FakeCore:
             del self._live[request_id]
         self.on_outputs([Output(request_id, (), finish_reason="error", error=error)])
 
-    def _next(self, request, tokens):
+    def _next(self, request, tokens) -> Output:
         token = ([*request.prompt, *tokens][-1] + 1) % self.model.vocab_size
         if token in request.sampling.stop_token_ids:
             return Output(request.id, (), finish_reason="stop", stop_token_id=token)
         tokens.append(token)
-        reason = "length" if len(tokens) == request.sampling.max_tokens else None
+        reason: FinishReason | None = "length" if len(tokens) == request.sampling.max_tokens else None
         top = tuple(range(20)), tuple(-float(rank) for rank in range(20))
         logprobs = (TokenLogprobs(-0.5, *top),) if request.sampling.logprobs is not None else ()
         return Output(request.id, (token,), logprobs, reason)

@@ -109,11 +109,12 @@ async def test_abort(core, client):
 async def test_errors_are_typed(core, client):
     stream = asyncio.create_task(collect(client.generate(token_ids=[1], request_id="a")))
     await until(lambda: core.live)
-    for options, error, text in [
+    refused: list[tuple[dict, type[Exception], str]] = [
         ({"token_ids": [1], "top_p": 2.0}, records.InvalidRequest, r"sampling_params.top_p must be in \(0, 1\]"),
         ({"token_ids": [1], "request_id": "a"}, records.AlreadyRunning, "'a'"),
         ({"token_ids": [1]}, records.Overloaded, "waiting"),
-    ]:
+    ]
+    for options, error, text in refused:
         with pytest.raises(error, match=text):
             await collect(client.generate(**options))
     with pytest.raises(records.ClientError, match="no tokenizer") as missing:

@@ -103,6 +103,17 @@ def test_nothing_overtakes_the_first_that_lacks_pages():
     assert ids(step(engine, model)[0].prefill) == [("big", 16), ("small", 2)]
 
 
+def test_decode_and_all_chunks_share_the_token_budget():
+    config = dataclasses.replace(CONFIG, token_budget=8, tile=1)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    engine.add(request("a", 1, sequence=1))
+    step(engine, model)
+    engine.add(request("b", 4, sequence=2))
+    engine.add(request("c", 9, sequence=3))
+    plan = engine.schedule(0.0)
+    assert (ids(plan.decode), ids(plan.prefill), plan.tiles) == ([("a", 1)], [("b", 4), ("c", 3)], 7)
+
+
 def test_rows_limit_admission():
     config = dataclasses.replace(CONFIG, max_rows=2)
     engine = Engine(0, config, FCFS)
@@ -130,6 +141,19 @@ def test_the_youngest_is_preempted_and_recomputed():
     outputs = [out for step_outputs in news for out in step_outputs]
     assert [result(outputs, req.id) for req in (old, young)] == [alone(old, config), alone(young, config)]
     assert engine.tokens_computed == 2 * 13 + 8
+
+
+def test_a_started_prefill_can_be_preempted_and_nothing_is_let_in_by_that_step():
+    config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    engine.add(request("old", 7, 9, sequence=1))  # 2 pages
+    step(engine, model)
+    engine.add(request("long", 22, sequence=2))  # the other 6 pages, and two steps of prefill
+    engine.add(request("small", 2, sequence=3))
+    step(engine, model)
+    plan, _ = step(engine, model)  # "old" has 9 tokens now
+    assert (ids(plan.chunks), engine.preemptions, engine.free_pages) == ([("old", 1)], 1, 5)
+    assert engine.trace(0.0, 0.0).waiting_prefill_tokens == 22 + 2
 
 
 def test_a_lone_sequence_can_fill_the_whole_pool():

@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
-import gimbal_jax
+from gimbal_jax import __version__
 from gimbal_jax.serving.engine_service import CHUNK_BYTES
 from gimbal_jax.serving.model_files import load_model_files
 from tests.serving.fake_server import FakeCore, running_server, trace, until, with_server, write_model_folder
@@ -171,7 +171,10 @@ async def test_info(core, client):
 async def test_loads_come_from_the_traces(core, client):
     core.traces = (trace(0, running=2, waiting=1, prefill=40, kv_use=0.5), trace(1))
     response = await client.engine.GetLoads(pb.GetLoadsRequest())
-    assert (response.timestamp, response.version) == ("1970-01-01T00:00:00+00:00", gimbal_jax.__version__)
+    assert (response.timestamp, response.version) == (
+        "1970-01-01T00:00:00+00:00",
+        __version__,
+    )
     first, second = response.loads
     assert (first.num_running_reqs, first.num_waiting_reqs, first.num_total_reqs) == (2, 1, 3)
     assert (first.token_usage, first.num_used_tokens, first.max_total_num_tokens) == (0.5, 64, 128)

@@ -37,35 +37,37 @@ def test_health_follows_warm_up_and_drain():
     core = FakeCore(state="warming", paused=True)
 
     async def test():
-        async with running_server(core) as (client, port, stop, _):
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                health = health_pb2_grpc.HealthStub(channel)
+        async with (
+            running_server(core) as (client, port, stop, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            health = health_pb2_grpc.HealthStub(channel)
 
-                async def status(service):
-                    return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+            async def status(service):
+                return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
-                watch = health.Watch(health_pb2.HealthCheckRequest())
-                seen = [(await watch.read()).status]
-                assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
-                with pytest.raises(Unavailable, match="warming"):
-                    await collect(client)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            seen = [(await watch.read()).status]
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
+            with pytest.raises(Unavailable, match="warming"):
+                await collect(client)
 
-                core.state = "serving"
-                seen.append((await watch.read()).status)
-                assert [await status(service) for service in SERVICES] == [SERVING] * 3
-                assert await client.is_serving()
+            core.state = "serving"
+            seen.append((await watch.read()).status)
+            assert [await status(service) for service in SERVICES] == [SERVING] * 3
+            assert await client.is_serving()
 
-                stream = asyncio.create_task(collect(client, max_tokens=2))
-                await until(lambda: core.live)
-                stop.set()
-                seen.append((await watch.read()).status)
-                watch.cancel()
-                assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
-                with pytest.raises(Unavailable, match="draining"):
-                    await collect(client)
-                core.paused = False
-                assert [token for chunk in await stream for token in chunk.token_ids] == [2, 3]
-                assert seen == [NOT_SERVING, SERVING, NOT_SERVING]
+            stream = asyncio.create_task(collect(client, max_tokens=2))
+            await until(lambda: core.live)
+            stop.set()
+            seen.append((await watch.read()).status)
+            watch.cancel()
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
+            with pytest.raises(Unavailable, match="draining"):
+                await collect(client)
+            core.paused = False
+            assert [token for chunk in await stream for token in chunk.token_ids] == [2, 3]
+            assert seen == [NOT_SERVING, SERVING, NOT_SERVING]
 
     run(test, core)
 
@@ -152,7 +154,7 @@ def test_client_pings_do_not_end_a_silent_stream():
             client.engine = type(client.engine)(client._channel)
             stream = asyncio.create_task(collect(client, max_tokens=1))
             await until(lambda: core.live)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(4.5)  # a client pings once a second; a server's default is to end it at the third
             core.paused = False
             assert (await stream)[-1].finish_reason == "length"
 

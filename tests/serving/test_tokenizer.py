@@ -2,13 +2,19 @@ import json
 
 import pytest
 
-from gimbal_jax.serving.tokenizer import load_tokenizer
+from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
 from tests.serving.fake_server import write_model_folder
+
+
+def loaded(folder):
+    tokenizer = load_tokenizer(folder)
+    assert isinstance(tokenizer, Tokenizer)
+    return tokenizer
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    return load_tokenizer(write_model_folder(tmp_path))
+    return loaded(write_model_folder(tmp_path))
 
 
 def test_text_round_trip(tokenizer):
@@ -47,7 +53,7 @@ def test_chat_template(tokenizer):
     ],
 )
 def test_template_environment(tmp_path, template, rendered):
-    tokenizer = load_tokenizer(write_model_folder(tmp_path, chat_template=template))
+    tokenizer = loaded(write_model_folder(tmp_path, chat_template=template))
     assert tokenizer.render_chat([{"role": "user", "content": "<ü>"}]) == rendered
 
 
@@ -56,7 +62,7 @@ def test_template_environment(tmp_path, template, rendered):
     ["{{ raise_exception('no system turn') }}", "{{ messages.__class__.__mro__ }}", "{{ missing.field }}"],
 )
 def test_template_refusals_are_value_errors(tmp_path, template):
-    tokenizer = load_tokenizer(write_model_folder(tmp_path, chat_template=template))
+    tokenizer = loaded(write_model_folder(tmp_path, chat_template=template))
     with pytest.raises(ValueError, match="chat template: "):
         tokenizer.render_chat([{"role": "system", "content": "x"}])
 
@@ -64,21 +70,21 @@ def test_template_refusals_are_value_errors(tmp_path, template):
 def test_template_file_goes_before_the_config(tmp_path):
     write_model_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert load_tokenizer(tmp_path).render_chat([]) == "from the file"
+    assert loaded(tmp_path).render_chat([]) == "from the file"
 
 
 def test_named_templates(tmp_path):
     write_model_folder(tmp_path)
     templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert load_tokenizer(tmp_path).render_chat([]) == "d"
+    assert loaded(tmp_path).render_chat([]) == "d"
 
 
 def test_missing_files(tmp_path):
     assert load_tokenizer(tmp_path) is None
     write_model_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = loaded(tmp_path)
     assert tokenizer.encode("a") and not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat([])

@@ -83,7 +83,7 @@ def test_text_is_encoded_or_refused():
     assert parse(text="ab", encode=lambda text: [ord(char) for char in text]).prompt == (97, 98)
     with pytest.raises(InvalidField, match="text must hold at least one token"):
         parse(text="", encode=lambda text: [])
-    with pytest.raises(InvalidField, match="text .* no tokenizer: send tokenized.input_ids"):
+    with pytest.raises(InvalidField, match=r"text .* no tokenizer: send tokenized.input_ids"):
         parse(text="ab")
 
 

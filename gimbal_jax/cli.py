@@ -1,0 +1,256 @@
+"""The ``gimbal`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gimbal_jax.config import (
+    DispatchConfig,
+    DispatchPolicy,
+    EngineConfig,
+    Exchange,
+    MeshConfig,
+    ModelConfig,
+    PlacementConfig,
+    PlacementPolicy,
+    QueueConfig,
+    QueuePolicy,
+    ServerConfig,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
+)
+console = Console(stderr=True)
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint folder: Hugging Face safetensors, or Orbax from `convert`.")]
+Devices = Annotated[str, typer.Option(help="`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Type of weights and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere."),
+]
+DEFAULT_MODEL_LEN = 4096
+
+
+@app.command()
+def serve(
+    model: Model,
+    dp: Annotated[int, typer.Option(min=1, help="DP engines.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Devices of each engine; experts are spread over all dp * tp.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 50051,
+    metrics_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port for Prometheus on loopback.")] = None,
+    devices: Devices = "auto",
+    dtype: Dtype = "auto",
+    dispatch: Annotated[DispatchPolicy, typer.Option(help="Which engine gets a request.")] = DispatchConfig.policy,
+    queue: Annotated[QueuePolicy, typer.Option(help="Which request an engine runs first.")] = QueueConfig.policy,
+    placement: Annotated[PlacementPolicy, typer.Option(help="Which rank holds each expert.")] = PlacementConfig.policy,
+    window_steps: Annotated[
+        int, typer.Option(min=1, help="Steps of traffic before each placement decision.")
+    ] = PlacementConfig.window_steps,
+    min_gain: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of the objective that a new placement must save.")
+    ] = PlacementConfig.min_gain,
+    exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = EngineConfig.exchange,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = EngineConfig.page_size,
+    num_pages: Annotated[int, typer.Option(min=1, help="KV pages per engine.")] = EngineConfig.num_pages,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")] = EngineConfig.max_rows,
+    token_budget: Annotated[
+        int, typer.Option(min=1, help="Most tokens per engine and step.")
+    ] = EngineConfig.token_budget,
+    tile: Annotated[int, typer.Option(min=2, help="Tokens per prefill tile.")] = EngineConfig.tile,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Most waiting requests per engine; one more is refused.")
+    ] = EngineConfig.max_queue,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
+    save: Annotated[
+        Path | None, typer.Option(help="At the end, write an Orbax checkpoint here, with the placement learned.")
+    ] = None,
+    compile_cache: Annotated[Path | None, typer.Option(help="Folder that keeps compiled programs.")] = None,
+) -> None:
+    """Serve MODEL over gRPC (vllm.grpc.engine.VllmEngine, gimbal.v1.Control, health, reflection)."""
+    with _errors_said():
+        available = _set_up_devices(devices, compile_cache)
+        from gimbal_jax.model.hf_config import load_config
+
+        config = load_config(model)
+        limit = min(config.max_position, max_model_len or DEFAULT_MODEL_LEN)
+        if max_model_len and max_model_len > config.max_position:
+            raise ValueError(f"--max-model-len {max_model_len} is beyond the model's {config.max_position} positions")
+        settings = ServerConfig(
+            MeshConfig(dp, tp),
+            EngineConfig(limit, page_size, num_pages, max_rows, token_budget, tile, max_queue, exchange),
+            DispatchConfig(policy=dispatch),
+            QueueConfig(policy=queue),
+            PlacementConfig(policy=placement, window_steps=window_steps, min_gain=min_gain),
+        )
+        address = (host, port, metrics_port)
+        code = asyncio.run(_serve(model, config, settings, available, dtype, address, drain_timeout, save))
+    raise typer.Exit(code)
+
+
+@app.command()
+def demo_model(folder: Annotated[Path, typer.Argument(help="Folder to write, made if needed.")]) -> None:
+    """Write a small Qwen3-MoE checkpoint with skewed routing, in Hugging Face's format."""
+    from gimbal_jax.model.demo_model import write_demo_model
+
+    with _errors_said(), console.status("writing the demo model"):
+        write_demo_model(folder)
+    console.print(f"wrote {folder}; serve it with: gimbal serve {folder} --devices cpu:4 --dp 2 --tp 2")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint folder.")],
+    target: Annotated[Path, typer.Argument(metavar="ORBAX_DIR", help="Folder to write.")],
+    dp: Annotated[int, typer.Option(min=1, help="Mesh to read into; the result restores into any mesh.")] = 1,
+    tp: Annotated[int, typer.Option(min=1)] = 1,
+    devices: Devices = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Convert a Hugging Face checkpoint to Orbax."""
+    with _errors_said():
+        available = _set_up_devices(devices, None)
+        from gimbal_jax.model.hf_config import load_config
+        from gimbal_jax.model.orbax_checkpoint import is_orbax, save_orbax
+
+        if is_orbax(source):
+            raise ValueError(f"{source} is an Orbax checkpoint already")
+        config = load_config(source)
+        # Converting keeps the checkpoint's own type, also on CPU.
+        wanted = config.dtype if dtype == "auto" else dtype
+        weights, slots, _ = _load(source, config, MeshConfig(dp, tp), available, wanted)
+        with console.status("writing"):
+            save_orbax(target, source, weights, slots)
+    console.print(f"wrote {target}")
+
+
+async def _serve(
+    folder: Path,
+    model: ModelConfig,
+    config: ServerConfig,
+    devices: list[jax.Device],
+    dtype: str,
+    address: tuple[str, int, int | None],
+    drain_timeout: float,
+    save: Path | None,
+) -> int:
+    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
+    from gimbal_jax.model.orbax_checkpoint import is_orbax, save_orbax
+    from gimbal_jax.serving.grpc_server import serve as serve_grpc
+    from gimbal_jax.serving.model_files import load_model_files
+    from gimbal_jax.serving.runner import DeviceRunner
+    from gimbal_jax.serving.server import Server
+
+    if save is not None and is_orbax(save):
+        raise ValueError(f"--save {save} already holds a checkpoint")
+    dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
+    weights, slots, mesh = _load(folder, model, config.mesh, devices, dtype)
+    runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
+    server = Server(model, config, runner)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        console.print("draining")
+        server.drain()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+
+    def warm_up() -> None:
+        with _progress("compiling") as progress:
+            runner.warm_up(progress)
+        console.print("serving")
+
+    def started(port: int) -> None:
+        console.print(f"listening on {address[0]}:{port}")
+
+    server.start(warm_up, on_end=lambda: loop.call_soon_threadsafe(stop.set))
+    host, port, metrics_port = address
+    files = load_model_files(folder)
+    try:
+        await serve_grpc(
+            server, files, host, port, stop, drain_timeout_s=drain_timeout, metrics_port=metrics_port, started=started
+        )
+    finally:
+        await asyncio.to_thread(server.stop)
+    if server.state == "failed":
+        console.print(f"[red]the engine failed:[/] {server.error}")
+        return 1
+    if save is not None:
+        with console.status(f"writing {save}"):
+            save_orbax(save, folder, runner.weights, runner.slot_of_expert_LE)
+    return 0
+
+
+def _load(
+    folder: Path, model: ModelConfig, mesh_config: MeshConfig, devices: list[jax.Device], dtype: str
+) -> tuple[Any, Any, jax.sharding.Mesh]:
+    """(weights, slot_of_expert_LE, mesh) with a progress bar."""
+    from gimbal_jax.model.loading import load_weights
+    from gimbal_jax.model.sharding import check_mesh, make_mesh
+
+    check_mesh(model, mesh_config)
+    mesh = make_mesh(mesh_config, devices)
+    with _progress("loading") as progress:
+        return *load_weights(folder, model, mesh, dtype, progress), mesh
+
+
+def _set_up_devices(devices: str, compile_cache: Path | None) -> list[jax.Device]:
+    """Choose jax's devices; must come before anything else uses jax."""
+    import jax
+
+    platform, _, count = devices.partition(":")
+    if platform not in ("auto", "gpu", "cpu") or (count and (platform != "cpu" or not count.isdigit())):
+        raise ValueError(f"--devices {devices}: must be auto, gpu, cpu or cpu:N")
+    if platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda", "cpu": "cpu"}[platform])
+    if count:
+        jax.config.update("jax_num_cpu_devices", int(count))
+    if compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(compile_cache.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return jax.devices()
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _errors_said() -> Iterator[None]:
+    """Errors that the user can mend are one line, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    except RuntimeError as error:
+        if "address" not in str(error).lower() and "backend" not in str(error).lower():
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    console.print(f"[red]error:[/] {message}", highlight=False)
+    raise typer.Exit(2)

@@ -1,0 +1,163 @@
+"""The placement loop of a server: count traffic, decide beside the engine thread, move experts between steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.scheduler.migration import Round, plan_rounds
+from gimbal_jax.scheduler.placement import Proposal, propose
+from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
+from gimbal_jax.serving.runner import Runner
+from gimbal_jax.serving.status import Outcome, PlacementRecord
+
+RECORDS = 100
+"""Placement decisions kept for clients."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the placement thread hands back."""
+
+    proposal: Proposal
+    rounds: list[tuple[int, Round]]
+    """(MoE layer, round) in the order to run them."""
+    seconds: float
+
+
+def _decide(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> _Decision:
+    began = time.perf_counter()
+    ranks, placement = config.mesh.ranks, config.placement
+    proposal = propose(counts_LSE, slot_of_expert_LE, ranks, placement)
+    rounds = [
+        (layer, moves)
+        for layer in (range(len(slot_of_expert_LE)) if proposal.apply else ())
+        for moves in plan_rounds(
+            slot_of_expert_LE[layer], proposal.slot_of_expert_LE[layer], ranks, placement.rows_per_pair
+        )
+    ]
+    return _Decision(proposal, rounds, time.perf_counter() - began)
+
+
+class Rebalancer:
+    """Traffic, and the placement that follows it. Owned by the engine thread, but for the one decision in flight."""
+
+    def __init__(self, model: ModelConfig, config: ServerConfig, runner: Runner, executor: Executor) -> None:
+        """Decisions run on ``executor``, one at a time."""
+        self._config, self._runner, self._executor = config, runner, executor
+        self._k = model.experts_per_token
+        shape = (len(model.moe_layers), config.mesh.dp, model.num_experts)
+        self.total_LSE = np.zeros(shape, np.int64)
+        self.window_LSE = np.zeros(shape, np.int64)
+        """Traffic of the last closed window."""
+        self.records: deque[PlacementRecord] = deque(maxlen=RECORDS)
+        self.experts_moved = 0
+        self.bytes_moved = 0
+        self.last_rebalance: float | None = None
+        self._open_LSE = np.zeros(shape, np.int64)
+        self._recent_LSE = np.zeros(shape, np.int64)
+        self._open_steps = self._recent_steps = self._uncounted_steps = 0
+        self._asked = False
+        self._decision: Future[_Decision] | None = None
+        self._rounds: deque[tuple[int, Round]] = deque()
+
+    def stepped(self) -> None:
+        """A step has run."""
+        self._uncounted_steps += 1
+
+    def ask(self) -> None:
+        """Close the window at the next tick, however short it is."""
+        self._asked = True
+
+    def tick(self, now: float, step: int) -> None:
+        """Between two steps: move some experts, take in a decision, close the window."""
+        if self._rounds:
+            self._move(now)
+        elif self._decision is not None:
+            if self._decision.done():
+                self._take_decision(now, step)
+        elif self._asked or self._open_steps + self._uncounted_steps >= self._config.placement.window_steps:
+            self._close_window()
+
+    def collect(self) -> None:
+        """Fetch what was counted on the devices since the last call."""
+        if self._uncounted_steps:
+            counts_LSE = self._runner.take_counts()
+            for sums in (self.total_LSE, self._open_LSE, self._recent_LSE):
+                sums += counts_LSE
+            self._open_steps += self._uncounted_steps
+            self._recent_steps += self._uncounted_steps
+            self._uncounted_steps = 0
+
+    def pressure_S(self) -> np.ndarray:
+        """Expert pressure of each engine since the last call (paper 4.1)."""
+        self.collect()
+        ranks, slots = self._config.mesh.ranks, self._runner.slot_of_expert_LE
+        pressure_S = expert_pressure_S(self._recent_LSE, slots, ranks, max(1, self._recent_steps), self._k)
+        self._recent_LSE[:] = 0
+        self._recent_steps = 0
+        return pressure_S
+
+    def _close_window(self) -> None:
+        self.collect()
+        self.window_LSE = self._open_LSE
+        self._open_LSE = np.zeros_like(self.window_LSE)
+        self._open_steps, self._asked = 0, False
+        self._decision = self._executor.submit(_decide, self.window_LSE, self._runner.slot_of_expert_LE, self._config)
+
+    def _take_decision(self, now: float, step: int) -> None:
+        assert self._decision is not None
+        future, self._decision = self._decision, None
+        if error := future.exception():
+            self.records.append(self._record(now, step, "failed", f"decision failed: {error}"))
+            return
+        decision = future.result()
+        outcome: Outcome = "migrating" if decision.rounds else "kept"
+        record = self._record(now, step, outcome, decision.proposal.reason, decision.proposal)
+        self.records.append(replace(record, seconds=decision.seconds))
+        self._rounds.extend(decision.rounds)
+
+    def _move(self, now: float) -> None:
+        """Run rounds up to the byte budget of a tick, and at least one."""
+        moved_bytes = 0
+        while self._rounds and moved_bytes < self._config.placement.migrate_bytes_per_tick:
+            layer, moves = self._rounds.popleft()
+            try:
+                self._runner.migrate(layer, moves)
+            except (ValueError, RuntimeError) as error:
+                # The table of the last complete round stays in force, and it is consistent.
+                self._rounds.clear()
+                self.records[-1] = replace(self.records[-1], outcome="failed", reason=f"migration failed: {error}")
+                return
+            moved_bytes += len(moves.src_slot) * self._runner.expert_bytes
+        self.bytes_moved += moved_bytes
+        if not self._rounds:
+            self.records[-1] = replace(self.records[-1], outcome="applied")
+            self.experts_moved += self.records[-1].experts_moved
+            self.last_rebalance = now
+
+    def _record(
+        self, now: float, step: int, outcome: Outcome, reason: str, proposal: Proposal | None = None
+    ) -> PlacementRecord:
+        old_LE, ranks = self._runner.slot_of_expert_LE, self._config.mesh.ranks
+        new_LE = proposal.slot_of_expert_LE if proposal and proposal.apply else old_LE
+        return PlacementRecord(
+            time=now,
+            step=step,
+            policy=self._config.placement.policy,
+            outcome=outcome,
+            reason=reason,
+            cost_before=proposal.cost_before if proposal else 0.0,
+            cost_after=proposal.cost_after if proposal else 0.0,
+            imbalance_before=float(imbalance_L(self.window_LSE, old_LE, ranks).mean()),
+            imbalance_after=float(imbalance_L(self.window_LSE, new_LE, ranks).mean()),
+            remote_share_before=remote_share(self.window_LSE, old_LE, ranks),
+            remote_share_after=remote_share(self.window_LSE, new_LE, ranks),
+            experts_moved=proposal.experts_moved if proposal and proposal.apply else 0,
+            seconds=0.0,
+        )

@@ -1,0 +1,199 @@
+"""The engines of one process and the thread that runs them. ``tick`` is the table of contents."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.batch import bucket_for, results_of, stack
+from gimbal_jax.serving.engine import Engine, QueueFull
+from gimbal_jax.serving.frontend import NotServing
+from gimbal_jax.serving.rebalance import Rebalancer
+from gimbal_jax.serving.request import Output, Request
+from gimbal_jax.serving.runner import Runner
+from gimbal_jax.serving.status import State, Status
+
+
+class Server:
+    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only."""
+
+    def __init__(
+        self, model: ModelConfig, config: ServerConfig, runner: Runner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.model, self.config = model, config
+        self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
+        self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
+        self._placement_thread = ThreadPoolExecutor(1, "placement")
+        self.rebalancer = Rebalancer(model, config, runner, self._placement_thread)
+        self._runner, self._clock = runner, clock
+        self._state: State = "warming"
+        self._error = ""
+        self._traces: tuple[Trace, ...] = ()
+        self._published = -float("inf")
+        self._step = 0
+        self._wake = threading.Condition()  # guards the three below
+        self._inbox: deque[Request] = deque()
+        self._cancelled: deque[str] = deque()
+        self._waiting = [0] * config.mesh.dp
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        # Arrays change between ticks only; status() copies them in between.
+        self._ticking = threading.Lock()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """Latest published traces, replaced whole; empty before the first."""
+        return self._traces
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises QueueFull or NotServing."""
+        with self._wake:
+            if self._state != "serving":
+                raise NotServing(f"the server is {self._state}")
+            limit = self.config.engine.max_queue
+            if self._waiting[request.engine] >= limit:
+                raise QueueFull(f"engine {request.engine}: {limit} requests wait (max_queue)")
+            self._waiting[request.engine] += 1
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its pages are free within a step. Unknown ids are ignored."""
+        with self._wake:
+            self._cancelled.append(request_id)
+            self._wake.notify()
+
+    def rebalance(self) -> None:
+        """Ask for a placement decision at the next tick."""
+        self.rebalancer.ask()
+
+    @property
+    def error(self) -> str:
+        """Why the engine failed; empty unless it did."""
+        return self._error
+
+    def start(self, prepare: Callable[[], None] = lambda: None, on_end: Callable[[], None] = lambda: None) -> None:
+        """Run the engine thread: first ``prepare`` (warm-up), then ticks while there is work, at last ``on_end``."""
+        self._thread = threading.Thread(target=self._run, args=(prepare, on_end), name="engines", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Take no new requests; go on with the others."""
+        with self._wake:
+            if self._state in ("warming", "serving"):
+                self._state = "draining"
+
+    def stop(self) -> None:
+        """End the engine thread after its current tick, whatever is left."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._placement_thread.shutdown(cancel_futures=True)
+
+    def tick(self, now: float) -> None:
+        """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
+        with self._ticking:
+            news = self._drain_inbox()
+            plans = [engine.schedule(now) for engine in self.engines]
+            if any(plan.chunks for plan in plans):
+                rows, tiles = bucket_for(plans, self._runner.buckets)
+                outputs = self._runner.step(stack(plans, self.config.engine, rows, tiles))
+                for engine, plan in zip(self.engines, plans, strict=True):
+                    news += engine.commit(plan, results_of(outputs, plan, engine.index, self.config.engine, rows))
+                self._step += 1
+                self.rebalancer.stepped()
+            if news:
+                self.on_outputs(news)
+            self.rebalancer.tick(now, self._step)
+            if now - self._published >= self.config.dispatch.trace_period_s:
+                self._publish(now)
+
+    def status(self) -> Status:
+        """The server at one moment, between two ticks."""
+        with self._ticking:
+            self.rebalancer.collect()
+            return Status(
+                state=self._state,
+                error=self._error,
+                step=self._step,
+                traces=self._traces,
+                slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
+                window_counts_LSE=self.rebalancer.window_LSE.copy(),
+                total_counts_LSE=self.rebalancer.total_LSE.copy(),
+                tokens_computed_S=tuple(engine.tokens_computed for engine in self.engines),
+                free_pages_S=tuple(engine.free_pages for engine in self.engines),
+                preemptions=sum(engine.preemptions for engine in self.engines),
+                placements=tuple(self.rebalancer.records),
+                experts_moved=self.rebalancer.experts_moved,
+                bytes_moved=self.rebalancer.bytes_moved,
+                last_rebalance=self.rebalancer.last_rebalance,
+                compiles_after_warmup=self._runner.compiles_after_warmup(),
+            )
+
+    def _drain_inbox(self) -> list[Output]:
+        """Hand new requests to their engines, and end cancelled ones."""
+        with self._wake:
+            requests, self._inbox = self._inbox, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        news = []
+        for request in requests:
+            try:
+                self.engines[request.engine].add(request)
+            except QueueFull as full:  # preempted sequences have joined the queue since submit
+                news.append(Output(request.id, (), finish_reason="error", error=str(full)))
+        for request_id in cancelled:
+            any(engine.cancel(request_id) for engine in self.engines)
+        return news
+
+    def _publish(self, now: float) -> None:
+        pressure_S = self.rebalancer.pressure_S()
+        self._traces = tuple(
+            engine.trace(now, float(pressure)) for engine, pressure in zip(self.engines, pressure_S, strict=True)
+        )
+        self._published = now
+
+    def _run(self, prepare: Callable[[], None], on_end: Callable[[], None]) -> None:
+        try:
+            prepare()
+            with self._wake:
+                if self._state == "warming":
+                    self._state = "serving"
+            while not self._stopping:
+                self.tick(self._clock())
+                with self._wake:
+                    self._waiting = [engine.waiting for engine in self.engines]
+                    for request in self._inbox:
+                        self._waiting[request.engine] += 1
+                    if not self._stopping and not self._has_work():
+                        self._wake.wait(self.config.dispatch.trace_period_s)
+            self._end("stopped", "the server has stopped")
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            on_end()
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._cancelled) or not all(engine.idle for engine in self.engines)
+
+    def _end(self, state: State, reason: str) -> None:
+        """Every request that is left ends with an error; none waits for ever."""
+        with self._wake:
+            self._state, self._error = state, reason if state == "failed" else ""
+            left = [Output(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
+            self._inbox.clear()
+        for engine in self.engines:
+            left += engine.fail_all(reason)
+        if left:
+            self.on_outputs(left)
