@@ -1,17 +1,6 @@
-"""A small Qwen3-MoE checkpoint whose routing is as skewed as a real model's, made from nothing.
+"""A small Qwen3-MoE checkpoint in Hugging Face's format, made from nothing, that has topics as real text does.
 
-The model speaks of eight topics, each with words of its own, one token a word. The
-residual stream has one direction that all tokens share, one for each topic, and the
-rest for what tells tokens apart. In every MoE layer an expert's router row is
-
-    b[l, e] along the shared direction   how popular the expert is with everyone
-  + u[l, z, e] along that of topic z     how much topic z prefers it
-  + random numbers along the rest        so that tokens of one topic differ
-
-with normal b and u: the form in which the routing of Qwen3-30B-A3B can be modelled
-(ours). Attention carries the topic from the context to every token, and the output
-favours words of the topic, so that a sequence keeps its topic while it decodes.
-Attention and experts are random otherwise, and small against the residual stream.
+The weights, and why they route as they do: ``demo_weights``.
 """
 
 from __future__ import annotations
@@ -23,61 +12,33 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from gimbal_jax.model.demo_weights import (
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    demo_weights,
+)
 
 _WORDS: dict[str, list[str]] = {
     topic: words.split() for topic, words in json.loads((files(__package__) / "demo_words.json").read_text()).items()
 }
 TOPICS = tuple(_WORDS)
+MAX_POSITION = 4096
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-
-VOCAB = 1856
-HIDDEN = 128
-LAYERS = 4
-HEADS = 4
-KV_HEADS = 2
-HEAD_DIM = 32
-EXPERTS = 64
-EXPERTS_PER_TOKEN = 4
-INTERMEDIATE = 64
-MAX_POSITION = 4096
-
-# Axes of the residual stream.
-SHARED = 0
-TOPIC = slice(1, 1 + len(TOPICS))
-REST = slice(1 + len(TOPICS), HIDDEN)
-REST_SIZE = HIDDEN - REST.start
-
-# How the unit-RMS embedding of a word is split, as lengths in the three parts of the stream.
-SHARED_LENGTH = 6.5
-TOPIC_LENGTH = 5.5
-REST_LENGTH = (HIDDEN - SHARED_LENGTH**2 - TOPIC_LENGTH**2) ** 0.5
-
-# Standard deviations of the three terms of a router logit, chosen so that load is as skewed as measured on
-# Qwen3-30B-A3B: hottest expert 5.5 times the mean on mixed text and 8 times on one topic.
-POPULARITY = 0.65
-PREFERENCE = 0.8
-DIFFERENCE = 1.4
-
-TOPIC_CARRIED = 0.15
-"""Share of the context's mean topic that each attention layer adds to a token."""
-ATTENTION_GAIN = 0.5
-EXPERT_GAIN = 1.0
-"""Sizes of the random parts, which read and write the rest of the stream only, so that the topic stays clear."""
-TOPIC_LOGIT = 14.0
-"""How much a word's topic raises the logits of that topic's words."""
-WORD_LOGIT = 1.5
-"""Standard deviation of the logits of one topic's words."""
-REPEAT_LOGIT = 6.0
-"""How much a word lowers its own logit."""
-NON_WORD_LOGIT = -14.0
-"""Logit of special tokens, bytes and parts of words: the model writes words of its topics, without end."""
 
 
 def topic_prompt(topic: str, words: int, rng: np.random.Generator) -> str:
@@ -89,12 +50,12 @@ def write_demo_model(folder: Path, seed: int = 0) -> None:
     """Write the checkpoint in Hugging Face's format; the same bytes for the same seed."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    ids = {token: tokenizer.get_vocab()[token] for token in SPECIAL_TOKENS}
     bfloat16 = {
         name: value.astype(ml_dtypes.bfloat16)
-        for name, value in _weights(tokenizer, np.random.default_rng(seed)).items()
+        for name, value in demo_weights(_topics(tokenizer), np.random.default_rng(seed)).items()
     }
-    save_file(bfloat16, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(bfloat16, metadata={"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", _config(ids))
     _write_json(
@@ -137,86 +98,14 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _weights(tokenizer: Tokenizer, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """float32 tensors under their published names; matrices are [out, in]."""
+def _topics(tokenizer: Tokenizer) -> np.ndarray:
+    """Topic of each token that is a word, -1 of the others; [vocabulary]."""
     topic_V = np.full(VOCAB, -1)
     for topic, words in enumerate(_WORDS.values()):
         for word in words:
             (token,) = tokenizer.encode(f" {word}").ids
             topic_V[token] = topic
-    is_word_V = topic_V >= 0
-
-    embedding_VD = np.zeros((VOCAB, HIDDEN), np.float32)
-    embedding_VD[:, SHARED] = SHARED_LENGTH
-    embedding_VD[is_word_V, TOPIC.start + topic_V[is_word_V]] = TOPIC_LENGTH
-    embedding_VD[:, REST] = _normal(rng, VOCAB, REST_SIZE) * (REST_LENGTH / REST_SIZE**0.5)
-    head_VD = np.zeros((VOCAB, HIDDEN), np.float32)
-    head_VD[is_word_V, TOPIC.start + topic_V[is_word_V]] = TOPIC_LOGIT / TOPIC_LENGTH
-    head_VD[:, REST] = _normal(rng, VOCAB, REST_SIZE) * (WORD_LOGIT / REST_LENGTH)
-    head_VD[:, REST] -= embedding_VD[:, REST] * (REPEAT_LOGIT / REST_LENGTH**2)
-    head_VD[~is_word_V, SHARED] = NON_WORD_LOGIT / SHARED_LENGTH
-
-    ones_D = np.ones(HIDDEN, np.float32)
-    weights = {
-        "model.embed_tokens.weight": embedding_VD,
-        "model.norm.weight": ones_D,
-        "lm_head.weight": head_VD,
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        weights[f"{prefix}.input_layernorm.weight"] = ones_D
-        weights[f"{prefix}.post_attention_layernorm.weight"] = ones_D
-        weights |= {f"{prefix}.self_attn.{name}.weight": value for name, value in _attention(rng).items()}
-        weights[f"{prefix}.mlp.gate.weight"] = _router(rng)
-        for expert in range(EXPERTS):
-            weights |= {f"{prefix}.mlp.experts.{expert}.{name}.weight": value for name, value in _expert(rng).items()}
-    return weights
-
-
-def _router(rng: np.random.Generator) -> np.ndarray:
-    router_ED = np.zeros((EXPERTS, HIDDEN), np.float32)
-    router_ED[:, SHARED] = _normal(rng, EXPERTS) * (POPULARITY / SHARED_LENGTH)
-    router_ED[:, TOPIC] = _normal(rng, EXPERTS, len(TOPICS)) * (PREFERENCE / TOPIC_LENGTH)
-    router_ED[:, REST] = _normal(rng, EXPERTS, REST_SIZE) * (DIFFERENCE / REST_LENGTH)
-    return router_ED
-
-
-def _attention(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random attention, of which the first dimensions of every head take the topic axes through."""
-    value = np.zeros((KV_HEADS, HEAD_DIM, HIDDEN), np.float32)
-    output = np.zeros((HIDDEN, HEADS, HEAD_DIM), np.float32)
-    carried, free = slice(0, len(TOPICS)), slice(len(TOPICS), HEAD_DIM)
-    value[:, carried, TOPIC] = np.eye(len(TOPICS))
-    output[TOPIC, :, carried] = np.eye(len(TOPICS))[:, None, :] * (TOPIC_CARRIED / HEADS)
-    value[:, free, REST] = _matrix(rng, KV_HEADS, HEAD_DIM - len(TOPICS), REST_SIZE)
-    output[REST, :, free] = _matrix(rng, REST_SIZE, HEADS, HEAD_DIM - len(TOPICS)) * ATTENTION_GAIN
-    return {
-        "q_proj": _matrix(rng, HEADS * HEAD_DIM, HIDDEN),
-        "k_proj": _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN),
-        "v_proj": value.reshape(KV_HEADS * HEAD_DIM, HIDDEN),
-        "o_proj": output.reshape(HIDDEN, HEADS * HEAD_DIM),
-        "q_norm": np.ones(HEAD_DIM, np.float32),
-        "k_norm": np.ones(HEAD_DIM, np.float32),
-    }
-
-
-def _expert(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    down = np.zeros((HIDDEN, INTERMEDIATE), np.float32)
-    down[REST] = _matrix(rng, REST_SIZE, INTERMEDIATE) * EXPERT_GAIN
-    return {
-        "gate_proj": _matrix(rng, INTERMEDIATE, HIDDEN),
-        "up_proj": _matrix(rng, INTERMEDIATE, HIDDEN),
-        "down_proj": down,
-    }
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32)
-
-
-def _matrix(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Normal numbers that keep the size of a unit-RMS input on the last axis."""
-    return _normal(rng, *shape) / np.float32(shape[-1] ** 0.5)
+    return topic_V
 
 
 def _config(ids: dict[str, int]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class SamplingInputs:
     """Tokens that must not come yet (min_tokens); -1 where unused."""
     plain: Array
     """bool scalar: every row is greedy and suppresses nothing."""
+    truncates: Array
+    """bool scalar: some row sets top_k, top_p or min_p."""
     want_logprobs: Array
     """bool scalar: some row wants log probabilities."""
 

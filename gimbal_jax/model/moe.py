@@ -38,7 +38,8 @@ def moe_exchange(
 def _gather(
     x_tD: jax.Array, slot_tk: jax.Array, weight_tk: jax.Array, gate_up: jax.Array, down: jax.Array
 ) -> jax.Array:
-    x_ND, slot_Nk, weight_Nk = (jax.lax.all_gather(a, RANKS, tiled=True) for a in (x_tD, slot_tk, weight_tk))
+    x_ND, routing_N2k = (jax.lax.all_gather(a, RANKS, tiled=True) for a in (x_tD, _join(slot_tk, weight_tk)))
+    slot_Nk, weight_Nk = _split(routing_N2k)
     local_Nk = _local_slots(slot_Nk, jax.lax.axis_index(RANKS), gate_up.shape[0])
     y_ND = grouped_ffn(x_ND, local_Nk, weight_Nk, gate_up, down)
     return jax.lax.psum_scatter(y_ND, RANKS, scatter_dimension=0, tiled=True)
@@ -61,12 +62,21 @@ def _sparse(
         return jax.lax.all_to_all(values, RANKS, 0, 0)
 
     x_RtD = send(pack(jnp.broadcast_to(x_tD, (ranks, *x_tD.shape)), 0))
-    slot_Rtk = send(pack(local_Rtk, -1))
-    weight_Rtk = send(pack(jnp.broadcast_to(weight_tk, local_Rtk.shape), 0))
-    flat = (a.reshape(ranks * tokens, -1) for a in (x_RtD, slot_Rtk, weight_Rtk))
-    y_RtD = send(grouped_ffn(*flat, gate_up, down).reshape(x_RtD.shape))
+    routing_Rt2k = send(pack(_join(local_Rtk, jnp.broadcast_to(weight_tk, local_Rtk.shape)), -1))
+    slot_nk, weight_nk = _split(routing_Rt2k.reshape(ranks * tokens, -1))
+    y_RtD = send(grouped_ffn(x_RtD.reshape(ranks * tokens, -1), slot_nk, weight_nk, gate_up, down).reshape(x_RtD.shape))
     back_RtD = jax.vmap(lambda y, place: y[jnp.minimum(place, tokens - 1)])(y_RtD, place_Rt)
     return jnp.where(needed_Rt[..., None], back_RtD, 0).sum(axis=0)
+
+
+def _join(slot: jax.Array, weight: jax.Array) -> jax.Array:
+    """Slots and weights as one int32 array, so that one collective carries both."""
+    return jnp.concatenate([slot, jax.lax.bitcast_convert_type(weight, jnp.int32)], axis=-1)
+
+
+def _split(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
+    slot, weight = jnp.split(joined, 2, axis=-1)
+    return slot, jax.lax.bitcast_convert_type(weight, jnp.float32)
 
 
 def _local_slots(slot: jax.Array, rank: jax.Array, slots_per_rank: int) -> jax.Array:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.config import EngineConfig, ModelConfig
 from gimbal_jax.model.inputs import StepInputs, StepOutputs
@@ -46,7 +47,7 @@ def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh)
     pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads, config.head_dim)
     pages = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
     counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
-    counts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", "tp"))
+    counts = NamedSharding(mesh, P("dp", "tp"))
     return DeviceState(
         [
             (jnp.zeros(pages_shape, dtype, device=pages), jnp.zeros(pages_shape, dtype, device=pages))
@@ -70,8 +71,18 @@ def step(
     last_SG = last_token_of_group(inputs, layout.tile)
     hidden_SGD = jnp.take_along_axis(hidden_STD, last_SG[..., None], axis=1)
     logits_SGV = model.logits(hidden_SGD, layout)
-    outputs = sample(logits_SGV, inputs.start_SG + inputs.count_SG, inputs.sampling)
+    outputs = _sample_by_engine(logits_SGV, inputs, layout.mesh)
     return outputs, DeviceState(pages, state.counts_STLE + counts_STLE)
+
+
+def _sample_by_engine(logits_SGV: jax.Array, inputs: StepInputs, mesh: Mesh) -> StepOutputs:
+    """Each engine samples its own rows, so that sorting and scattering need no collective."""
+    per_engine = jax.tree.map(lambda array: P("dp") if array.ndim else P(), inputs.sampling)
+    position_SG = inputs.start_SG + inputs.count_SG
+    specs = (P("dp"), P("dp"), per_engine)
+    return jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=P("dp"), check_vma=False)(
+        logits_SGV, position_SG, inputs.sampling
+    )
 
 
 def last_token_of_group(inputs: StepInputs, tile: int) -> jax.Array:

@@ -237,7 +237,8 @@ class Qwen3Moe(nnx.Module):
         return self.norm(x), new_pages, jnp.stack(counts, axis=2)
 
     def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:
-        """float32 logits [S, ..., V] of final hidden states, whole on every rank of an engine."""
+        """float32 logits [S, G, V] of final hidden states [S, G, D], whole on every rank of an engine."""
         table = self.embed if self.config.tie_embeddings else self.head
-        logits = jnp.einsum("s...d,vd->s...v", hidden, table[...], preferred_element_type=jnp.float32)
-        return layout.constrain(logits, "dp")
+        logits = jnp.einsum("sgd,vd->sgv", hidden, table[...], preferred_element_type=jnp.float32)
+        # Split by vocabulary first: otherwise XLA gathers the table instead of the logits.
+        return layout.constrain(layout.constrain(logits, "dp", None, "tp"), "dp")

@@ -108,6 +108,7 @@ def _sampling(
         seed_SG=np.zeros((engines, groups), np.uint32),
         suppress_SGK=np.full((engines, groups, MAX_STOP_IDS), -1, np.int32),
         plain=np.array(all(params.temperature == 0 and not suppress for params, suppress in choosing.values())),
+        truncates=np.array(any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p, _ in choosing.values())),
         want_logprobs=np.array(any(params.logprobs is not None for params, _ in choosing.values())),
     )
     for group, (params, suppress) in choosing.items():

@@ -113,4 +113,4 @@ def greedy(shape: tuple[int, int]) -> SamplingInputs:
     zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
     ids = zeros.astype(np.int32)
     none = np.full((*shape, 16), -1, np.int32)
-    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), none, np.True_, np.False_)
+    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), none, np.True_, np.False_, np.False_)
