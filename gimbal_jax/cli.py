@@ -179,10 +179,13 @@ async def _serve(
             runner.warm_up(progress)
         console.print("serving")
 
+    def ended() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
     def started(port: int) -> None:
         console.print(f"listening on {address[0]}:{port}")
 
-    server.start(warm_up, on_end=lambda: loop.call_soon_threadsafe(stop.set))
+    server.start(warm_up, on_end=ended)
     host, port, metrics_port = address
     files = load_model_files(folder)
     try:

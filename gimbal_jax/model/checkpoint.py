@@ -59,7 +59,7 @@ def _linear(name: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
     return Source(((name,),), (math.prod(out), math.prod(into)), (*out, *into), order)
 
 
-def source_of(path: tuple[str | int, ...], c: ModelConfig) -> Source:
+def source_of(path: tuple[Any, ...], c: ModelConfig) -> Source:
     """The source of the parameter at this path of ``Qwen3Moe``."""
     hidden, mlp, expert = (c.hidden_size,), (c.intermediate_size,), (c.moe_intermediate_size,)
     q, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
@@ -148,7 +148,9 @@ class SafetensorsFolder:
         return self._file_of[name].get_slice(name)[rows]
 
 
-def read_shard(folder: SafetensorsFolder, source: Source, index: Index, dtype: Any, expert_of_slot: np.ndarray) -> np.ndarray:
+def read_shard(
+    folder: SafetensorsFolder, source: Source, index: Index, dtype: Any, expert_of_slot: np.ndarray
+) -> np.ndarray:
     """The part of a parameter that ``index`` selects."""
     if source.stacked:
         experts = expert_of_slot[index[0]]
@@ -166,7 +168,9 @@ def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
     return out
 
 
-def _read_joined(folder: SafetensorsFolder, source: Source, names: tuple[str, ...], index: Index, dtype: Any) -> np.ndarray:
+def _read_joined(
+    folder: SafetensorsFolder, source: Source, names: tuple[str, ...], index: Index, dtype: Any
+) -> np.ndarray:
     view_index: list[slice] = [slice(None)] * len(source.view)
     for axis, part in zip(source.order, index, strict=True):
         view_index[axis] = part

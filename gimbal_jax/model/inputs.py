@@ -10,11 +10,12 @@ fill are padding: they route nowhere, count nowhere and write nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import numpy as np
 
-Array = jax.Array | np.ndarray
+Array = Any
+"""jax.Array inside a step, numpy.ndarray outside."""
 
 
 @jax.tree_util.register_dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,7 +70,7 @@ def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[
     return weights, np.asarray(tree["slot_of_expert"])
 
 
-def _key(path: tuple[str | int, ...]) -> str:
+def _key(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 

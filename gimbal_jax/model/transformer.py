@@ -167,9 +167,7 @@ class MoE(nnx.Module):
             x: jax.Array, valid: jax.Array, slots: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             logits = x[0].astype(jnp.float32) @ router.astype(jnp.float32)
-            routing = route_and_count(
-                logits, valid[0], slots, k=c.experts_per_token, renormalise=c.norm_topk_prob
-            )
+            routing = route_and_count(logits, valid[0], slots, k=c.experts_per_token, renormalise=c.norm_topk_prob)
             y = moe_exchange(layout.exchange, x[0], routing, gate_up, down)
             return y[None], routing.count_E[None, None]
 

@@ -30,7 +30,10 @@ Progress = Callable[[int, int], None]
 class Runner(Protocol):
     """What the server needs of the devices. Used by the engine thread only."""
 
-    buckets: Sequence[Bucket]
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Shapes that steps are compiled for, smallest first."""
+
     expert_bytes: int
     """Bytes of one expert of one layer."""
 
@@ -59,7 +62,7 @@ class CompileCounter:
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **kwargs: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.count += 1
@@ -121,7 +124,8 @@ class DeviceRunner:
             for done, (bucket, future) in enumerate(compiled.items(), start=1):
                 self._steps[_shape_of(jobs[bucket])] = future.result()
                 progress(done, total)
-        table = exchange_table(*np.zeros((2, 0), np.int32), *self._exchange_sizes)
+        nowhere = np.zeros(0, np.int32)
+        table = exchange_table(nowhere, nowhere, *self._exchange_sizes)
         move = jax.jit(partial(move_experts, mesh=self.mesh), donate_argnums=0)
         self._move = move.lower(self._experts_of(0), *table).compile()
         progress(total - 1, total)
@@ -130,7 +134,7 @@ class DeviceRunner:
         for inputs in jobs.values():
             self.step(inputs)
         for layer in range(len(self.model.moe_layers)):
-            self.migrate(layer, Round(*np.zeros((2, 0), np.int32), self._slots[layer]))
+            self.migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
         self.take_counts()
         progress(total, total)
         self._compiled_at_warmup = _compilations.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class Rig:
     slot_of_expert_LE: np.ndarray
     decode_rows: int = 2
     tiles: int = 5
-    _forward: object = field(default=None, repr=False)
+    _forward: Any = field(default=None, repr=False)
 
     def run(self, *engines: tuple[list[Chunk], list[Chunk]]) -> list[list[np.ndarray]]:
         """One step. Per engine: (decode chunks, prefill chunks) -> logits [tokens, V] of each, in that order."""

@@ -20,7 +20,8 @@ def test_logits_and_greedy_tokens_match_transformers(case, dp, tp, exchange):
     golden = np.load(GOLDENS / case / "golden.npz")
     prompt, tokens = golden["prompt_T"], golden["tokens_N"]
     model = rig(GOLDENS / case, dp, tp, exchange)
-    idle, last = ([], []), dp - 1
+    idle: tuple[list[Chunk], list[Chunk]] = ([], [])
+    last = dp - 1
 
     def on(*chunks_of_engine):
         return model.run(*chunks_of_engine)
