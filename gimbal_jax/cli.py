@@ -85,7 +85,7 @@ def serve(
 ) -> None:
     """Serve MODEL over gRPC (vllm.grpc.engine.VllmEngine, gimbal.v1.Control, health, reflection)."""
     with _errors_said():
-        available = _set_up_devices(devices, compile_cache)
+        available = _set_up_devices(devices, MeshConfig(dp, tp), compile_cache)
         from gimbal_jax.model.hf_config import load_config
 
         config = load_config(model)
@@ -125,7 +125,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face checkpoint to Orbax."""
     with _errors_said():
-        available = _set_up_devices(devices, None)
+        available = _set_up_devices(devices, MeshConfig(dp, tp), None)
         from gimbal_jax.model.hf_config import load_config
         from gimbal_jax.model.orbax_checkpoint import is_orbax, save_orbax
 
@@ -184,8 +184,8 @@ async def _serve(
 
     def started(port: int) -> None:
         console.print(f"listening on {address[0]}:{port}")
+        server.start(warm_up, on_end=ended)
 
-    server.start(warm_up, on_end=ended)
     host, port, metrics_port = address
     files = load_model_files(folder)
     try:
@@ -216,8 +216,8 @@ def _load(
         return *load_weights(folder, model, mesh, dtype, progress), mesh
 
 
-def _set_up_devices(devices: str, compile_cache: Path | None) -> list[jax.Device]:
-    """Choose jax's devices; must come before anything else uses jax."""
+def _set_up_devices(devices: str, mesh: MeshConfig, compile_cache: Path | None) -> list[jax.Device]:
+    """Choose jax's devices, enough for the mesh; must come before anything else uses jax."""
     import jax
 
     platform, _, count = devices.partition(":")
@@ -230,7 +230,14 @@ def _set_up_devices(devices: str, compile_cache: Path | None) -> list[jax.Device
     if compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(compile_cache.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return jax.devices()
+    try:
+        available = jax.devices()
+    if len(available) < mesh.ranks:
+        wanted = f"dp * tp = {mesh.ranks} devices are needed and there are {len(available)} ({available[0].platform})"
+        raise ValueError(f"{wanted}; for virtual CPU devices: --devices cpu:{mesh.ranks}")
+    return available
+    except (RuntimeError, AssertionError) as error:  # without a plugin for the platform jax asserts
+        raise ValueError(f"--devices {devices}: jax finds none of them") from error
 
 
 @contextmanager

@@ -19,10 +19,6 @@ from gimbal_jax.serving.plan import Chunk, NextToken, Plan
 from gimbal_jax.serving.request import FinishReason, Output, Request
 
 
-class QueueFull(Exception):
-    """As many requests wait as may wait."""
-
-
 def max_sequence_tokens(config: EngineConfig) -> int:
     """Most tokens of one sequence, prompt and output together; a prompt must be shorter."""
     return min(config.max_model_len, config.num_pages * config.page_size)
@@ -101,12 +97,10 @@ class Engine:
         return self._pages.available
 
     def add(self, request: Request) -> None:
-        """Queue a request. QueueFull when ``max_queue`` wait already."""
+        """Queue a request. How many may wait is the server's business: preempted ones must always fit."""
         prompt_tokens, limit = len(request.prompt), max_sequence_tokens(self._config)
         assert 0 < prompt_tokens < limit and request.sampling.max_tokens > 0, "the frontend refuses such requests"
         assert request.id not in self._waiting and request.id not in self._running, "request ids are unique"
-        if len(self._waiting) >= self._config.max_queue:
-            raise QueueFull(f"engine {self.index}: {self._config.max_queue} requests wait (max_queue)")
         tokens = np.zeros(min(limit, prompt_tokens + request.sampling.max_tokens), np.int32)
         tokens[:prompt_tokens] = request.prompt
         self._waiting[request.id] = Sequence(

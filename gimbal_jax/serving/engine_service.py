@@ -18,8 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from gimbal_jax import __version__
-from gimbal_jax.serving.engine import QueueFull
-from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing
+from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import Output, TokenLogprobs
 from gimbal_jax.serving.validation import InvalidField, Parsed, Unsupported, max_prompt_tokens, parse_generate

@@ -21,6 +21,10 @@ class NotServing(Exception):
     """The server takes no requests now: it warms up, drains, or has stopped."""
 
 
+class QueueFull(Exception):
+    """As many requests wait for an engine as may wait."""
+
+
 class DuplicateRequest(Exception):
     """A request of the same id is still running."""
 

@@ -134,8 +134,9 @@ class Rebalancer:
                 self._rounds.clear()
                 self.records[-1] = replace(self.records[-1], outcome="failed", reason=f"migration failed: {error}")
                 return
-            moved_bytes += len(moves.src_slot) * self._runner.expert_bytes
-        self.bytes_moved += moved_bytes
+            round_bytes = len(moves.src_slot) * self._runner.expert_bytes
+            moved_bytes += round_bytes
+            self.bytes_moved += round_bytes
         if not self._rounds:
             self.records[-1] = replace(self.records[-1], outcome="applied")
             self.experts_moved += self.records[-1].experts_moved

@@ -55,7 +55,7 @@ class Runner(Protocol):
 
 
 class CompileCounter:
-    """Counts XLA compilations of this process, by jax's own monitoring events."""
+    """Counts XLA compilations of this process from now on, by jax's own monitoring events."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -66,9 +66,6 @@ class CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.count += 1
-
-
-_compilations = CompileCounter()
 
 
 class DeviceRunner:
@@ -98,6 +95,7 @@ class DeviceRunner:
         self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._move: jax.stages.Compiled | None = None
         self._zero: jax.stages.Compiled | None = None
+        self._compilations = CompileCounter()
         self._compiled_at_warmup = 0
 
     @property
@@ -137,7 +135,7 @@ class DeviceRunner:
             self.migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
         self.take_counts()
         progress(total, total)
-        self._compiled_at_warmup = _compilations.count
+        self._compiled_at_warmup = self._compilations.count
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         run = self._steps[_shape_of(inputs)]
@@ -162,7 +160,7 @@ class DeviceRunner:
         self._device_slots = jax.device_put(self._slots, self._replicated)
 
     def compiles_after_warmup(self) -> int:
-        return _compilations.count - self._compiled_at_warmup
+        return self._compilations.count - self._compiled_at_warmup
 
     @property
     def _exchange_sizes(self) -> tuple[int, int, int]:

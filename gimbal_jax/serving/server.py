@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.batch import bucket_for, results_of, stack
-from gimbal_jax.serving.engine import Engine, QueueFull
-from gimbal_jax.serving.frontend import NotServing
+from gimbal_jax.serving.engine import Engine
+from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.rebalance import Rebalancer
 from gimbal_jax.serving.request import Output, Request
 from gimbal_jax.serving.runner import Runner
@@ -81,6 +81,12 @@ class Server:
         """Why the engine failed; empty unless it did."""
         return self._error
 
+    def open(self) -> None:
+        """Take requests from now on. The engine thread does this after warm-up; who ticks by hand does it first."""
+        with self._wake:
+            if self._state == "warming":
+                self._state = "serving"
+
     def start(self, prepare: Callable[[], None] = lambda: None, on_end: Callable[[], None] = lambda: None) -> None:
         """Run the engine thread: first ``prepare`` (warm-up), then ticks while there is work, at last ``on_end``."""
         self._thread = threading.Thread(target=self._run, args=(prepare, on_end), name="engines", daemon=True)
@@ -104,7 +110,8 @@ class Server:
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
         with self._ticking:
-            news = self._drain_inbox()
+            self._drain_inbox()
+            news: list[Output] = []
             plans = [engine.schedule(now) for engine in self.engines]
             if any(plan.chunks for plan in plans):
                 rows, tiles = bucket_for(plans, self._runner.buckets)
@@ -118,11 +125,13 @@ class Server:
             self.rebalancer.tick(now, self._step)
             if now - self._published >= self.config.dispatch.trace_period_s:
                 self._publish(now)
+            self._count_waiting()
 
     def status(self) -> Status:
         """The server at one moment, between two ticks."""
         with self._ticking:
-            self.rebalancer.collect()
+            if self._state != "failed":  # the devices may have lost their counters with the step that failed
+                self.rebalancer.collect()
             return Status(
                 state=self._state,
                 error=self._error,
@@ -141,20 +150,21 @@ class Server:
                 compiles_after_warmup=self._runner.compiles_after_warmup(),
             )
 
-    def _drain_inbox(self) -> list[Output]:
+    def _drain_inbox(self) -> None:
         """Hand new requests to their engines, and end cancelled ones."""
         with self._wake:
             requests, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-        news = []
         for request in requests:
-            try:
-                self.engines[request.engine].add(request)
-            except QueueFull as full:  # preempted sequences have joined the queue since submit
-                news.append(Output(request.id, (), finish_reason="error", error=str(full)))
+            self.engines[request.engine].add(request)
         for request_id in cancelled:
             any(engine.cancel(request_id) for engine in self.engines)
-        return news
+
+    def _count_waiting(self) -> None:
+        with self._wake:
+            self._waiting = [engine.waiting for engine in self.engines]
+            for request in self._inbox:
+                self._waiting[request.engine] += 1
 
     def _publish(self, now: float) -> None:
         pressure_S = self.rebalancer.pressure_S()
@@ -166,15 +176,10 @@ class Server:
     def _run(self, prepare: Callable[[], None], on_end: Callable[[], None]) -> None:
         try:
             prepare()
-            with self._wake:
-                if self._state == "warming":
-                    self._state = "serving"
+            self.open()
             while not self._stopping:
                 self.tick(self._clock())
                 with self._wake:
-                    self._waiting = [engine.waiting for engine in self.engines]
-                    for request in self._inbox:
-                        self._waiting[request.engine] += 1
                     if not self._stopping and not self._has_work():
                         self._wake.wait(self.config.dispatch.trace_period_s)
             self._end("stopped", "the server has stopped")

@@ -15,8 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.engine import QueueFull
-from gimbal_jax.serving.frontend import NotServing
+from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.grpc_server import serve
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs

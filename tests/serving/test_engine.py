@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.serving.engine import Engine, QueueFull, max_sequence_tokens
+from gimbal_jax.serving.engine import Engine, max_sequence_tokens
 from gimbal_jax.serving.plan import NextToken, Plan
 from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
 from tests.serving.paged_model import VOCAB, PagedModel, alone, request
@@ -257,17 +257,6 @@ def test_fail_all_ends_everything():
 
 
 # -- limits and trace -------------------------------------------------------
-
-
-def test_a_full_queue_refuses():
-    config = dataclasses.replace(CONFIG, max_queue=1)
-    engine = Engine(0, config, FCFS)
-    engine.add(request("a", 3))
-    with pytest.raises(QueueFull, match="max_queue"):
-        engine.add(request("b", 3, sequence=2))
-    engine.schedule(0.0)  # "a" runs now
-    engine.add(request("c", 3, sequence=3))
-    assert engine.waiting == 1
 
 
 @pytest.mark.parametrize(

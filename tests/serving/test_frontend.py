@@ -8,8 +8,7 @@ import time
 import pytest
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.serving.engine import QueueFull
-from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing
+from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.request import Output, SamplingParams
 from tests.serving.fake_server import CONFIG, FakeCore, trace, until
 
