@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,26 @@ class Rig:
 
     def counts_LSE(self) -> np.ndarray:
         return np.asarray(self.state.counts_STLE).sum(axis=1).transpose(1, 0, 2)
+
+    def placed(self, slot_of_expert_LE: np.ndarray) -> Rig:
+        """The same model under another placement, with empty pages and counters; what is compiled is shared."""
+        order_LP = np.take_along_axis(self.slot_of_expert_LE, np.argsort(slot_of_expert_LE, axis=1), axis=1)
+        weights = reordered(self.weights, self.config, order_LP)
+        state = new_state(self.config, ENGINE, jnp.float32, self.mesh)
+        return replace(self, weights=weights, state=state, slot_of_expert_LE=slot_of_expert_LE)
+
+
+def reordered(weights: nnx.State, config: ModelConfig, order_LP: np.ndarray) -> nnx.State:
+    """Weights in which slot p of each MoE layer holds what slot order_LP[l, p] held."""
+
+    def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if variable.get_metadata("axes")[0] != "slot":
+            return variable
+        value = variable.get_value()
+        moved = np.asarray(value)[order_LP[config.moe_layers.index(path[1])]]
+        return variable.replace(jax.device_put(moved, value.sharding))
+
+    return nnx.from_flat_state([(path, one(path, variable)) for path, variable in nnx.to_flat_state(weights)])
 
 
 def rig(
