@@ -59,7 +59,9 @@ def _truncate(logits_SGV: jax.Array, s: SamplingInputs) -> jax.Array:
     sorted_SGV = jnp.where(jnp.arange(vocab) < top_k_SG[..., None], sorted_SGV, -jnp.inf)
     share_SGV = jax.nn.softmax(sorted_SGV, axis=-1)
     before_SGV = jnp.cumsum(share_SGV, axis=-1) - share_SGV
-    keep_SGV = (before_SGV < s.top_p_SG[..., None]) & (share_SGV >= s.min_p_SG[..., None] * share_SGV[..., :1])
+    # A rounded sum may reach 1 before the last token: top-p 1 must keep that one too.
+    in_top_p_SGV = (before_SGV < s.top_p_SG[..., None]) | (s.top_p_SG[..., None] >= 1)
+    keep_SGV = in_top_p_SGV & (share_SGV >= s.min_p_SG[..., None] * share_SGV[..., :1])
     keep_SGV = keep_SGV.at[..., 0].set(True)
     kept_SGV = jnp.where(keep_SGV, sorted_SGV, -jnp.inf)
     return jnp.put_along_axis(logits_SGV, id_SGV, kept_SGV, axis=-1, inplace=False)

@@ -14,10 +14,10 @@ from gimbal_jax.serving.rebalance import Rebalancer
 from tests.serving.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL as FAKE_MODEL
 
-MODEL = replace(FAKE_MODEL, num_experts=8)
+LAYERS, EXPERTS = 5, 8
+MODEL = replace(FAKE_MODEL, num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=EXPERTS)
 CONFIG = ServerConfig(MeshConfig(2, 2), placement=PlacementConfig(window_steps=3, rows_per_pair=1))
 RANKS = CONFIG.mesh.ranks
-LAYERS, EXPERTS = 2, 8
 # All load on the experts that share rank 0 and, of the other source, rank 2: any policy wants to part them.
 SKEWED_LSE = np.tile(np.array([[90, 80, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 70, 60, 5, 6]]), (LAYERS, 1, 1))
 
@@ -154,26 +154,19 @@ def test_applied_decision(policy):
     assert rebalancer.bytes_moved == moves * runner.expert_bytes
 
 
-@pytest.mark.parametrize("budget", [1, 450, 10**9])
-def test_bytes_per_tick(budget):
+@pytest.mark.parametrize(("budget", "rounds_of_tick"), [(1, [1, 1, 1, 1, 1]), (500, [2, 2, 1]), (10**9, [5])])
+def test_rounds_stop_at_the_byte_budget_of_a_tick(budget, rounds_of_tick):
     rebalancer, runner = loop(policy="eplb", migrate_bytes_per_tick=budget)
-    # Far from balanced in every layer, so that there are several rounds.
-    crowded_LSE = np.repeat([[8, 7, 6, 5, 4, 3, 2, 1]], 2, axis=0) * np.ones((LAYERS, 1, 1), int)
-    steps(rebalancer, runner, 3, crowded_LSE)
+    steps(rebalancer, runner, 3)
     ticks(rebalancer, 1)
-    per_tick = []
+    rounds = []
     while rebalancer.records[-1].outcome == "migrating":
         done = len(runner.migrated)
         ticks(rebalancer, 1)
-        per_tick.append([100 * len(moves.src_slot) for _, moves in runner.migrated[done:]])
-    assert sum(map(len, per_tick)) >= 3
-    for sizes in per_tick:
-        # A round is the last of its tick if it reaches the budget; there is at least one.
-        assert sizes
-        assert sum(sizes[:-1]) < budget
-    for sizes, following in zip(per_tick, per_tick[1:], strict=False):
-        assert sum(sizes) >= budget, f"stopped early, before {following}"
-    assert rebalancer.bytes_moved == sum(map(sum, per_tick))
+        rounds.append(len(runner.migrated) - done)
+    assert [len(moves.src_slot) * runner.expert_bytes for _, moves in runner.migrated] == [400] * LAYERS
+    assert rounds == rounds_of_tick
+    assert rebalancer.bytes_moved == LAYERS * 400
 
 
 def test_failed_migration_keeps_the_last_complete_round():

@@ -1,0 +1,77 @@
+"""A[l, s, e] is exact: every real token counts k times in each MoE layer, for its own source, and nothing else does."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gimbal_jax.model import transformer
+from tests.model.rig import Chunk, Rig, rig
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+TOKENS = np.random.default_rng(0).integers(0, 128, 40)
+SOURCES, LAYERS, EXPERTS, TOP_K = 2, 3, 8, 2
+
+# Chunks per engine; 40 places and two rows each, so most of the batch is padding.
+LEFT = ([], [Chunk(TOKENS[:13], 0)])
+RIGHT = ([Chunk(TOKENS[:1], 0, 12)], [Chunk(TOKENS[20:29], 0)])
+IDLE = ([], [])
+
+
+@pytest.fixture(scope="module")
+def routed() -> tuple[Rig, list[tuple[int, int, np.ndarray, np.ndarray]]]:
+    """A model, and what its routers saw: (layer, source, logits_TE, valid_T) of every call, in any order."""
+    seen: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+    real, layer = transformer.route_and_count, iter(range(LAYERS))
+
+    def recorded(logits_TE, valid_T, slot_of_expert_E, **settings):
+        def record(l, s, logits, valid):
+            seen.append((int(l), int(s), np.array(logits), np.array(valid)))
+
+        jax.debug.callback(record, next(layer), jax.lax.axis_index("dp"), logits_TE, valid_T)
+        return real(logits_TE, valid_T, slot_of_expert_E, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "route_and_count", recorded)
+        model = rig(GOLDENS / "base", SOURCES, 2)
+        model.run(IDLE, IDLE)  # traces
+    return model, seen
+
+
+def counts_of(routed, *engines) -> np.ndarray:
+    """Counts of one step of a fresh model; what its routers saw is in ``routed``."""
+    model, seen = routed
+    fresh = model.placed(model.slot_of_expert_LE)
+    jax.effects_barrier()
+    seen.clear()
+    fresh.run(*engines)
+    jax.effects_barrier()
+    return fresh.counts_LSE()
+
+
+@pytest.mark.parametrize("engines", [(LEFT, RIGHT), (RIGHT, LEFT), (IDLE, RIGHT), (LEFT, IDLE), (IDLE, IDLE)])
+def test_counts_equal_a_recount_of_the_router_logits(routed, engines):
+    counts_LSE = counts_of(routed, *engines)
+    recount_LSE = np.zeros_like(counts_LSE)
+    for l, s, logits_TE, valid_T in routed[1]:
+        for logits_E in logits_TE[valid_T]:
+            for e in sorted(range(EXPERTS), key=lambda e, of=logits_E: (-of[e], e))[:TOP_K]:
+                recount_LSE[l, s, e] += 1
+    np.testing.assert_array_equal(counts_LSE, recount_LSE)
+    tokens_S = [sum(len(chunk.tokens) for part in engine for chunk in part) for engine in engines]
+    np.testing.assert_array_equal(counts_LSE.sum(axis=2), np.tile(np.array(tokens_S) * TOP_K, (LAYERS, 1)))
+
+
+def test_a_source_counts_the_same_alone_and_in_company(routed):
+    together_LSE = counts_of(routed, LEFT, RIGHT)
+    np.testing.assert_array_equal(counts_of(routed, LEFT, IDLE)[:, 0], together_LSE[:, 0])
+    np.testing.assert_array_equal(counts_of(routed, IDLE, RIGHT)[:, 1], together_LSE[:, 1])
+
+
+def test_counts_add_up_over_steps(routed):
+    once_LSE = counts_of(routed, LEFT, RIGHT)
+    model = routed[0].placed(routed[0].slot_of_expert_LE)
+    for _ in range(3):
+        model.run(LEFT, RIGHT)
+    np.testing.assert_array_equal(model.counts_LSE(), 3 * once_LSE)

@@ -1,0 +1,89 @@
+"""The grouped feed-forward against its dense meaning."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference
+from tests.pallas_kernels.shapes import GROUPED, GroupedShape
+
+ffn, reference = jax.jit(grouped_ffn), jax.jit(grouped_ffn_reference)
+Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | None = None) -> Operands:
+    """Normal tokens and weights; k different slots for each token, the first one ``favourite`` if given."""
+    slots = [rng.permutation(shape.slots) for _ in range(shape.tokens)]
+    if favourite is not None:
+        slots = [np.array([favourite, *order[order != favourite]]) for order in slots]
+    return (
+        rng.normal(size=(shape.tokens, shape.hidden)).astype(np.float32),
+        np.array([order[: shape.k] for order in slots], np.int32),
+        rng.random((shape.tokens, shape.k)).astype(np.float32) + 0.1,
+        rng.normal(size=(shape.slots, shape.hidden, 2 * shape.intermediate)).astype(np.float32),
+        rng.normal(size=(shape.slots, shape.intermediate, shape.hidden)).astype(np.float32),
+    )
+
+
+def assert_same(got: jax.Array, want: np.ndarray | jax.Array) -> None:
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_reference_is_the_formula():
+    """The reference itself against a loop in float64."""
+    x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD = operands(GROUPED["decode"], np.random.default_rng(0))
+    slot_Nk[3], slot_Nk[5, 0] = -1, -1
+    want_ND = np.zeros(x_ND.shape)
+    for n, k in np.argwhere(slot_Nk >= 0):
+        gate, up = np.split(x_ND[n].astype(np.float64) @ gate_up_PDF[slot_Nk[n, k]], 2)
+        want_ND[n] += weight_Nk[n, k] * (gate / (1 + np.exp(-gate)) * up) @ down_PFD[slot_Nk[n, k]]
+    assert_same(reference(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD), want_ND)
+
+
+@given(
+    st.sampled_from(sorted(GROUPED)),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    st.sampled_from(["spread", "crowded"]),
+)
+def test_equals_the_reference(name, seed, absent, load):
+    """Over any share of pairs without a slot, none and all included, and with every token in one slot."""
+    shape, rng = GROUPED[name], np.random.default_rng(seed)
+    x_ND, slot_Nk, *rest = operands(shape, rng, favourite=shape.slots - 1 if load == "crowded" else None)
+    slot_Nk[rng.random(slot_Nk.shape) < absent] = -1
+    got = ffn(x_ND, slot_Nk, *rest)
+    assert_same(got, reference(x_ND, slot_Nk, *rest))
+    assert not np.asarray(got)[(slot_Nk < 0).all(axis=1)].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", sorted(GROUPED))
+def test_what_stands_in_rows_without_slots_does_not_leak(name, bad):
+    shape, rng = GROUPED[name], np.random.default_rng(1)
+    x_ND, slot_Nk, weight_Nk, *weights = operands(shape, rng)
+    empty_N = rng.random(shape.tokens) < 0.5
+    empty_N[0] = True
+    slot_Nk[empty_N] = -1
+    want = ffn(x_ND, slot_Nk, weight_Nk, *weights)
+    x_ND[empty_N], weight_Nk[empty_N] = bad, bad
+    np.testing.assert_array_equal(ffn(x_ND, slot_Nk, weight_Nk, *weights), want)
+
+
+def test_slots_without_tokens_do_not_leak():
+    """Weights of slots that no token chose may hold anything."""
+    shape = GROUPED["decode"]
+    x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD = operands(shape, np.random.default_rng(2))
+    slot_Nk[slot_Nk >= shape.slots // 2] = -1
+    want = ffn(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD)
+    gate_up_PDF[shape.slots // 2 :], down_PFD[shape.slots // 2 :] = np.nan, np.nan
+    np.testing.assert_array_equal(ffn(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD), want)
+
+
+def test_a_bad_token_stays_alone():
+    """NaN in one token reaches no other token of its slot."""
+    x_ND, slot_Nk, *rest = operands(GROUPED["prefill"], np.random.default_rng(3))
+    want = np.array(ffn(x_ND, slot_Nk, *rest))
+    x_ND[7] = want[7] = np.nan
+    np.testing.assert_array_equal(ffn(x_ND, slot_Nk, *rest), want)

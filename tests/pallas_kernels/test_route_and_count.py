@@ -1,0 +1,97 @@
+"""Routing and counting against a plain numpy reading of the rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gimbal_jax.pallas_kernels import Routing, route_and_count
+from tests.pallas_kernels.shapes import ROUTING, RoutingShape
+
+route = jax.jit(route_and_count, static_argnames=("k", "renormalise"))
+
+
+def naive(logits_TE: np.ndarray, valid_T: np.ndarray, slot_of_expert_E: np.ndarray, k: int, renormalise: bool) -> Routing:
+    """Token by token, in float64."""
+    tokens, experts = logits_TE.shape
+    slot_Tk = np.full((tokens, k), -1, np.int32)
+    weight_Tk, count_E = np.zeros((tokens, k)), np.zeros(experts, np.int32)
+    for t in np.flatnonzero(valid_T):
+        logits_E = [-np.inf if np.isnan(x) else float(x) for x in logits_TE[t]]
+        chosen = sorted(range(experts), key=lambda e, of=logits_E: (-of[e], e))[:k]
+        slot_Tk[t] = slot_of_expert_E[chosen]
+        count_E[chosen] += 1
+        top = max(logits_E)
+        if np.isfinite(top):
+            share_E = np.exp(np.array(logits_E) - top)
+            weight_Tk[t] = share_E[chosen] / (share_E[chosen].sum() if renormalise else share_E.sum())
+    return Routing(slot_Tk, weight_Tk, count_E)
+
+
+def assert_same(got: Routing, want: Routing) -> None:
+    np.testing.assert_array_equal(got.slot_Tk, want.slot_Tk)
+    np.testing.assert_allclose(got.weight_Tk, want.weight_Tk, rtol=2e-6, atol=1e-7)
+    np.testing.assert_array_equal(got.count_E, want.count_E)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[RoutingShape, np.ndarray, np.ndarray, np.ndarray]:
+    """Few distinct logits, so that ties are the rule, with NaN and infinities, whole rows too; often padding."""
+    shape = ROUTING[draw(st.sampled_from(sorted(ROUTING)))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    levels = draw(st.sampled_from([2, 5, 1000]))
+    logits_TE = rng.integers(-levels, levels, (shape.tokens, shape.experts)).astype(np.float32) * (8 / levels)
+    for bad in (np.nan, -np.inf):
+        logits_TE[rng.random(logits_TE.shape) < draw(st.sampled_from([0, 0.1, 0.9]))] = bad
+        logits_TE[rng.random(shape.tokens) < 0.1] = bad
+    valid_T = rng.random(shape.tokens) < draw(st.sampled_from([0, 0.5, 1]))
+    return shape, logits_TE, valid_T, rng.permutation(shape.experts).astype(np.int32)
+
+
+@given(cases(), st.booleans())
+def test_equals_the_naive_rule(case, renormalise):
+    shape, logits_TE, valid_T, slot_of_expert_E = case
+    got = route(logits_TE, valid_T, slot_of_expert_E, k=shape.k, renormalise=renormalise)
+    assert_same(got, naive(logits_TE, valid_T, slot_of_expert_E, shape.k, renormalise))
+    assert got.count_E.sum() == valid_T.sum() * shape.k
+
+
+@given(cases())
+def test_placement_renames_slots_and_nothing_else(case):
+    shape, logits_TE, valid_T, slot_of_expert_E = case
+    plain = route(logits_TE, valid_T, np.arange(shape.experts, dtype=np.int32), k=shape.k, renormalise=True)
+    placed = route(logits_TE, valid_T, slot_of_expert_E, k=shape.k, renormalise=True)
+    renamed_Tk = np.where(plain.slot_Tk >= 0, slot_of_expert_E[plain.slot_Tk], -1)
+    assert_same(placed, plain._replace(slot_Tk=renamed_Tk))
+
+
+LN = np.log([[1, 2, 4, 1], [3, 3, 1, 1]]).astype(np.float32)
+BY_HAND = {True: [[2 / 3, 1 / 3], [1 / 2, 1 / 2]], False: [[4 / 8, 2 / 8], [3 / 8, 3 / 8]]}
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_by_hand(renormalise):
+    """Odds 1:2:4:1 and 3:3:1:1, experts in slots 3 2 1 0; the third token is padding."""
+    logits_TE = np.concatenate([LN, np.full((1, 4), np.nan, np.float32)])
+    valid_T = np.array([True, True, False])
+    got = route(logits_TE, valid_T, np.array([3, 2, 1, 0], np.int32), k=2, renormalise=renormalise)
+    weights = [*BY_HAND[renormalise], [0, 0]]
+    assert_same(got, Routing(np.array([[1, 2], [3, 2], [-1, -1]]), np.array(weights), np.array([1, 2, 1, 0])))
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_row_without_a_finite_logit_counts_k_times_and_weighs_nothing(bad):
+    logits_TE = np.full((1, 8), bad, np.float32)
+    got = route(logits_TE, np.array([True]), np.arange(8, dtype=np.int32), k=2, renormalise=True)
+    assert_same(got, Routing(np.array([[0, 1]]), np.zeros((1, 2)), np.array([1, 1, 0, 0, 0, 0, 0, 0])))
+
+
+def test_bfloat16_logits_are_weighed_in_float32():
+    rng = np.random.default_rng(0)
+    logits_TE = jnp.asarray(rng.normal(size=(6, 8)), jnp.bfloat16)
+    args = np.ones(6, bool), np.arange(8, dtype=np.int32)
+    got = route(logits_TE, *args, k=2, renormalise=True)
+    assert got.weight_Tk.dtype == jnp.float32
+    assert_same(got, naive(np.asarray(logits_TE, np.float32), *args, k=2, renormalise=True))

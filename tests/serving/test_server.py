@@ -1,0 +1,349 @@
+"""The server over a fake runner: ticked by hand, or on its own thread."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
+from gimbal_jax.serving.client_records import ClientError
+from gimbal_jax.serving.frontend import NotServing, QueueFull
+from gimbal_jax.serving.request import Output, Request, SamplingParams
+from gimbal_jax.serving.server import Server
+from tests.serving.fake_runner import FakeRunner
+from tests.serving.fake_server import MODEL, running_server, until
+
+CONFIG = ServerConfig(
+    MeshConfig(dp=2, tp=2), EngineConfig(max_model_len=64, page_size=4, num_pages=16, max_rows=4, token_budget=16, tile=4)
+)
+FREE = (CONFIG.engine.num_pages,) * 2
+
+
+def request(name: str, prompt=(1, 2, 3), max_tokens: int = 4, engine: int = 0, sequence: int = 1) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(max_tokens, temperature=0.0), 0.0, engine, sequence)
+
+
+class Outputs:
+    """What a server told its frontend."""
+
+    def __init__(self, server: Server) -> None:
+        self.all: list[Output] = []
+        server.on_outputs = self.all.extend
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.all if output.request_id == name for token in output.token_ids]
+
+    def ends(self) -> dict[str, tuple[str, str]]:
+        """How each ended request ended: reason and error."""
+        return {o.request_id: (o.finish_reason, o.error) for o in self.all if o.finish_reason is not None}
+
+
+@contextmanager
+def new_server(config=CONFIG, clock=time.monotonic):
+    """A server with its runner and outputs; stopped at the end."""
+    runner = FakeRunner(MODEL, config)
+    server = Server(MODEL, config, runner, clock)
+    try:
+        yield server, runner, Outputs(server)
+    finally:
+        server.stop()
+
+
+@contextmanager
+def open_server(config=CONFIG):
+    """One to be ticked by hand."""
+    with new_server(config) as (server, runner, outputs):
+        server.open()
+        yield server, runner, outputs
+
+
+def tick(server: Server, count: int) -> None:
+    for now in range(count):
+        server.tick(float(now))
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.002)
+
+
+# -- ticks --------------------------------------------------------------------
+
+
+def test_requests_of_both_engines_run_in_one_step():
+    with open_server() as (server, _, outputs):
+        server.submit(request("a", [1, 2, 3], max_tokens=3, engine=0))
+        server.submit(request("b", [10], max_tokens=2, engine=1))
+        tick(server, 3)
+        assert outputs.tokens("a") == [4, 5, 6]
+        assert outputs.tokens("b") == [11, 12]
+        assert outputs.ends() == {"a": ("length", ""), "b": ("length", "")}
+        status = server.status()
+        assert (status.step, status.tokens_computed_S, status.free_pages_S) == (3, (5, 2), FREE)
+
+
+def test_counts_are_tokens_computed_times_k():
+    with open_server() as (server, _, _):
+        for i in range(12):
+            server.submit(request(f"r{i}", range(1, 8), max_tokens=6, engine=i % 2, sequence=i // 2 + 1))
+        server.submit(request("cancelled", range(1, 30)))
+        tick(server, 1)
+        server.cancel("cancelled")
+        tick(server, 60)
+        status = server.status()
+        assert np.array_equal(
+            status.total_counts_LSE.sum(axis=2),
+            np.tile(np.array(status.tokens_computed_S) * MODEL.experts_per_token, (2, 1)),
+        )
+        assert status.tokens_computed_S[0] > status.tokens_computed_S[1] == 6 * (7 + 5)
+        assert status.free_pages_S == FREE
+
+
+def test_idle_ticks_run_no_step():
+    with open_server() as (server, _, _):
+        tick(server, 5)
+        assert server.status().step == 0
+
+
+def test_traces_are_published_at_their_period_also_by_idle_engines():
+    config = replace(CONFIG, dispatch=replace(CONFIG.dispatch, trace_period_s=0.5))
+    with open_server(config) as (server, _, _):
+        assert server.traces == ()
+        times = []
+        for now in (0.0, 0.2, 0.4, 0.6, 0.8, 1.2):
+            server.tick(now)
+            times.append(server.traces[1].time)
+        assert times == [0.0, 0.0, 0.0, 0.6, 0.6, 1.2]
+        server.submit(request("a", [1] * 20, engine=1, sequence=7))
+        server.tick(2.0)
+        assert [(t.engine, t.seen, t.running_requests) for t in server.traces] == [(0, 0, 0), (1, 7, 1)]
+        assert server.traces[1].kv_use > 0 == server.traces[0].kv_use
+        # 16 of its tokens ran, with two experts each: 16 on experts 1 and 2 in either layer, which engine 0's ranks
+        # hold up to expert 1.
+        assert [t.expert_pressure for t in server.traces] == [8.0, 8.0]
+
+
+# -- admission and cancellation -------------------------------------------------
+
+
+def test_full_queue_refuses_until_there_is_room():
+    config = replace(CONFIG, engine=replace(CONFIG.engine, max_queue=3))
+    with open_server(config) as (server, _, _):
+        for i in range(3):
+            server.submit(request(f"r{i}"))
+        with pytest.raises(QueueFull, match=r"engine 0: 3 requests wait \(max_queue\)"):
+            server.submit(request("refused"))
+        server.submit(request("other engine", engine=1))
+        tick(server, 1)
+        server.submit(request("accepted"))
+
+
+def test_cancelled_in_the_instant_it_was_submitted():
+    with open_server() as (server, _, outputs):
+        server.submit(request("a"))
+        server.cancel("a")
+        tick(server, 3)
+        assert outputs.all == []
+        assert server.status().free_pages_S == FREE
+        assert all(engine.idle for engine in server.engines)
+
+
+def test_cancel_frees_pages_within_one_tick():
+    with open_server() as (server, _, outputs):
+        server.submit(request("a", max_tokens=50))
+        server.submit(request("b", max_tokens=5))
+        tick(server, 2)
+        assert server.status().free_pages_S < FREE
+        server.cancel("a")
+        server.cancel("unknown")
+        tick(server, 1)
+        assert len(outputs.tokens("a")) == 2
+        tick(server, 5)
+        assert outputs.ends() == {"b": ("length", "")}
+        assert server.status().free_pages_S == FREE
+
+
+def test_preempted_sequences_can_fill_the_queue():
+    # Eight pages for two sequences that grow to six each, and room for one request that waits.
+    small = replace(CONFIG.engine, num_pages=8, max_queue=1)
+    with open_server(replace(CONFIG, engine=small)) as (server, _, outputs):
+        for sequence, name in enumerate(("old", "young"), start=1):
+            server.submit(request(name, range(8), max_tokens=16, sequence=sequence))
+            tick(server, 1)
+        while server.engines[0].preemptions == 0:
+            server.submit(request("late")) if server.engines[0].waiting else None
+            tick(server, 1)
+        server._inbox.append(request("late"))  # as submitted while the tick ran
+        tick(server, 1)
+        assert outputs.ends()["late"] == ("error", "engine 0: 1 requests wait (max_queue)")
+
+
+def test_takes_requests_only_while_serving():
+    with new_server() as (server, _, _):
+        with pytest.raises(NotServing, match="warming"):
+            server.submit(request("a"))
+        server.open()
+        server.submit(request("a"))
+        server.drain()
+        with pytest.raises(NotServing, match="draining"):
+            server.submit(request("b"))
+        server.open()
+        assert server.state == "draining"
+
+
+# -- the engine thread ----------------------------------------------------------
+
+
+def test_drains_what_runs_and_stops():
+    with new_server() as (server, _, outputs):
+        ended = threading.Event()
+        server.start(on_end=ended.set)
+        wait_for(lambda: server.state == "serving")
+        server.submit(request("a", max_tokens=50))
+        server.drain()
+        wait_for(lambda: "a" in outputs.ends())
+        assert outputs.tokens("a") == list(range(4, 54))
+        server.stop()
+        assert ended.is_set()
+        assert server.state == "stopped"
+        with pytest.raises(NotServing, match="stopped"):
+            server.submit(request("b"))
+
+
+def test_stop_ends_what_is_left():
+    with new_server() as (server, runner, outputs):
+        step = runner.step
+        stepping, go_on = threading.Event(), threading.Event()
+
+        def held(inputs):
+            stepping.set()
+            assert go_on.wait(20)
+            return step(inputs)
+
+        runner.step = held
+        server.start()
+        wait_for(lambda: server.state == "serving")
+        server.submit(request("running", max_tokens=50))
+        assert stepping.wait(20)
+        server.submit(request("in the inbox"))
+        stopper = threading.Thread(target=server.stop)
+        stopper.start()
+        wait_for(lambda: server._stopping)
+        go_on.set()
+        stopper.join(20)
+        ends = outputs.ends()
+        assert ends == {name: ("error", "the server has stopped") for name in ("running", "in the inbox")}
+        assert server.status().free_pages_S == FREE
+
+
+def test_status_while_warming_up():
+    with new_server() as (server, _, _):
+        warming, go_on = threading.Event(), threading.Event()
+
+        def warm_up():
+            warming.set()
+            assert go_on.wait(20)
+
+        server.start(warm_up)
+        assert warming.wait(20)
+        status = server.status()
+        assert (status.state, status.step, status.traces) == ("warming", 0, ())
+        assert (status.free_pages_S, status.compiles_after_warmup) == (FREE, 0)
+        go_on.set()
+        wait_for(lambda: server.state == "serving")
+
+
+def test_status_is_not_starved_by_a_busy_engine_thread():
+    with new_server() as (server, runner, outputs):
+        step = runner.step
+
+        def slow(inputs):
+            time.sleep(0.01)
+            return step(inputs)
+
+        runner.step = slow
+        server.start()
+        wait_for(lambda: server.state == "serving")
+        for i in range(40):
+            server.submit(request(f"r{i}", max_tokens=50, engine=i % 2, sequence=i // 2 + 1))
+        steps = [server.status().step for _ in range(10)]
+        assert len(outputs.ends()) < 40, "the engines were idle"
+        assert steps[-1] - steps[0] < 100
+
+
+def test_idle_server_publishes_and_rebalances():
+    with new_server() as (server, _, _):
+        server.start()
+        wait_for(lambda: len(server.traces) == 2)
+        first = server.traces[0].time
+        wait_for(lambda: server.traces[0].time > first)
+        server.rebalance()
+        wait_for(lambda: server.status().placements)
+
+
+# -- failure ----------------------------------------------------------------------
+
+thread_fails = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@thread_fails
+def test_failed_step_ends_every_request():
+    config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1))
+    with new_server(config) as (server, runner, outputs):
+        ended = threading.Event()
+        server.start(on_end=ended.set)
+        wait_for(lambda: server.state == "serving")
+        for i in range(4):
+            server.submit(request(f"r{i}", max_tokens=60, engine=i % 2, sequence=i // 2 + 1))
+        wait_for(lambda: server.status().step > 2)
+        runner.step_error = RuntimeError("device lost")
+        assert ended.wait(20)
+        reason = "RuntimeError: device lost"
+        assert outputs.ends() == {f"r{i}": ("error", reason) for i in range(4)}
+        assert (server.state, server.error) == ("failed", reason)
+        with pytest.raises(NotServing, match="failed"):
+            server.submit(request("late"))
+        status = server.status()  # although the devices have lost their counters
+        assert (status.state, status.error, status.free_pages_S) == ("failed", reason, FREE)
+        server.stop()
+        assert server.state == "failed"
+
+
+@thread_fails
+def test_failed_warm_up():
+    with new_server() as (server, _, _):
+        ended = threading.Event()
+        server.start(lambda: 1 // 0, on_end=ended.set)
+        assert ended.wait(20)
+        assert server.state == "failed"
+        assert "ZeroDivisionError" in server.error
+
+
+@thread_fails
+def test_streams_over_grpc_end_when_the_engine_fails():
+    async def main(server, runner):
+        async with asyncio.timeout(20), running_server(server) as (client, _, stop, serving):
+            loop = asyncio.get_running_loop()
+            server.start(on_end=lambda: loop.call_soon_threadsafe(stop.set))
+            await until(lambda: server.state == "serving")
+
+            async def stream(engine):
+                return [chunk async for chunk in client.generate(token_ids=[1], max_tokens=60, engine=engine)]
+
+            def broken(inputs):
+                raise RuntimeError("device lost")
+
+            runner.step = broken
+            errors = await asyncio.gather(*(stream(i % 2) for i in range(6)), return_exceptions=True)
+            assert [type(error) for error in errors] == [ClientError] * 6
+            assert {str(error) for error in errors} == {"RuntimeError: device lost"}
+            await serving
+
+    with new_server() as (server, runner, _):
+        asyncio.run(main(server, runner))
