@@ -74,3 +74,9 @@ class StepOutputs:
 def group_sizes(decode_rows: int, tiles: int, tile: int) -> tuple[int, int]:
     """(T, G) of a step with this many decode rows and prefill tiles."""
     return decode_rows + tiles * tile, decode_rows + tiles
+
+
+def rows_and_tiles(tokens: int, groups: int, tile: int) -> tuple[int, int]:
+    """(decode rows, prefill tiles) of a step with T tokens and G groups: the inverse of ``group_sizes``."""
+    tiles = (tokens - groups) // (tile - 1)
+    return groups - tiles, tiles

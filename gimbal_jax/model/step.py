@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.config import EngineConfig, ModelConfig
-from gimbal_jax.model.inputs import StepInputs, StepOutputs
+from gimbal_jax.model.inputs import StepInputs, StepOutputs, rows_and_tiles
 from gimbal_jax.model.sampling import sample
 from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
 from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
@@ -88,7 +88,7 @@ def _sample_by_engine(logits_SGV: jax.Array, inputs: StepInputs, mesh: Mesh) -> 
 def last_token_of_group(inputs: StepInputs, tile: int) -> jax.Array:
     """Index into T of each group's last token [S, G]; its first place if it is empty."""
     tokens, groups = inputs.tokens_ST.shape[1], inputs.count_SG.shape[1]
-    rows = groups - (tokens - groups) // (tile - 1)
+    rows, _ = rows_and_tiles(tokens, groups, tile)
     place_G = jnp.arange(groups)
     first_G = jnp.where(place_G < rows, place_G, rows + (place_G - rows) * tile)
     return first_G + jnp.maximum(inputs.count_SG - 1, 0)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.config import Exchange, ModelConfig
-from gimbal_jax.model.inputs import StepInputs
+from gimbal_jax.model.inputs import StepInputs, rows_and_tiles
 from gimbal_jax.model.moe import moe_exchange
 from gimbal_jax.model.rope import apply_rope, rope_frequencies
 from gimbal_jax.model.sharding import kv_heads_in_cache
@@ -122,18 +122,17 @@ def _attend_one_engine(
         return flat.at[write[0]].set(new[0].astype(flat.dtype), mode="drop").reshape(pages.shape)
 
     k_pages, v_pages = write_pages(k_pages, k), write_pages(v_pages, v)
-    tokens, groups = q.shape[1], count.shape[1]
-    tiles = (tokens - groups) // (tile - 1) if tile > 1 else 0
-    rows = groups - tiles
-    parts = []
-    for size, here, of in ((1, slice(0, rows), slice(0, rows)), (tile, slice(rows, None), slice(rows, groups))):
-        if of.stop > of.start:
-            q_GQHD = q[0, here].reshape(of.stop - of.start, size, *q.shape[2:])
-            out = paged_attention(
-                q_GQHD, k_pages[0], v_pages[0], page_table[0, of], start[0, of], count[0, of], window=window
-            )
-            parts.append(out.reshape(-1, *q.shape[2:]))
-    return jnp.concatenate(parts)[None], k_pages, v_pages
+    rows, tiles = rows_and_tiles(q.shape[1], count.shape[1], tile)
+
+    def attend(q_THD: jax.Array, of: slice, size: int) -> jax.Array:
+        q_GQHD = q_THD.reshape(-1, size, *q_THD.shape[1:])
+        tables = page_table[0, of], start[0, of], count[0, of]
+        return paged_attention(q_GQHD, k_pages[0], v_pages[0], *tables, window=window).reshape(q_THD.shape)
+
+    out = attend(q[0, :rows], slice(0, rows), 1)
+    if tiles:
+        out = jnp.concatenate([out, attend(q[0, rows:], slice(rows, None), tile)])
+    return out[None], k_pages, v_pages
 
 
 class DenseMLP(nnx.Module):
