@@ -26,13 +26,12 @@ from gimbal_jax.scheduler.placement import Proposal, propose, static_placement
 from gimbal_jax.scheduler.queue import queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, rank_load_LR, remote_share
+from gimbal_jax.version import __version__
 
 if TYPE_CHECKING:
     from gimbal_jax.model.experts import exchange_table, move_experts
     from gimbal_jax.pallas_kernels import Routing, route_and_count
     from gimbal_jax.serving.client import GimbalClient
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Decision",
@@ -50,6 +49,7 @@ __all__ = [
     "ServerConfig",
     "Trace",
     "View",
+    "__version__",
     "choose_engine",
     "exchange_table",
     "expert_pressure_S",

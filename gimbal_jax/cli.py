@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from gimbal_jax.config import (
     DispatchConfig,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
 )
-console = Console(stderr=True)
+# Messages hold paths and lists, so brackets are no markup. Each is one line, to be searched and copied.
+console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder: Hugging Face safetensors, or Orbax from `convert`.")]
 Devices = Annotated[str, typer.Option(help="`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices.")]
@@ -118,8 +120,8 @@ def demo_model(folder: Annotated[Path, typer.Argument(help="Folder to write, mad
 def convert(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint folder.")],
     target: Annotated[Path, typer.Argument(metavar="ORBAX_DIR", help="Folder to write.")],
-    dp: Annotated[int, typer.Option(min=1, help="Mesh to read into; the result restores into any mesh.")] = 1,
-    tp: Annotated[int, typer.Option(min=1)] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Mesh to read into, dp * tp devices.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="The result restores into any mesh.")] = 1,
     devices: Devices = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -127,15 +129,16 @@ def convert(
     with _errors_said():
         available = _set_up_devices(devices, MeshConfig(dp, tp), None)
         from gimbal_jax.model.hf_config import load_config
-        from gimbal_jax.model.orbax_checkpoint import is_orbax, save_orbax
+        from gimbal_jax.model.orbax_checkpoint import check_target, is_orbax, save_orbax
 
         if is_orbax(source):
             raise ValueError(f"{source} is an Orbax checkpoint already")
+        check_target(target)
         config = load_config(source)
         # Converting keeps the checkpoint's own type, also on CPU.
         wanted = config.dtype if dtype == "auto" else dtype
         weights, slots, _ = _load(source, config, MeshConfig(dp, tp), available, wanted)
-        with console.status("writing"):
+        with console.status("writing the checkpoint"):
             save_orbax(target, source, weights, slots)
     console.print(f"wrote {target}")
 
@@ -151,14 +154,14 @@ async def _serve(
     save: Path | None,
 ) -> int:
     """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
-    from gimbal_jax.model.orbax_checkpoint import is_orbax, save_orbax
+    from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.runner import DeviceRunner
     from gimbal_jax.serving.server import Server
 
-    if save is not None and is_orbax(save):
-        raise ValueError(f"--save {save} already holds a checkpoint")
+    if save is not None:
+        check_target(save)
     dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
     weights, slots, mesh = _load(folder, model, config.mesh, devices, dtype)
     runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
@@ -195,10 +198,10 @@ async def _serve(
     finally:
         await asyncio.to_thread(server.stop)
     if server.state == "failed":
-        console.print(f"[red]the engine failed:[/] {server.error}")
+        console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
         return 1
     if save is not None:
-        with console.status(f"writing {save}"):
+        with console.status("writing the checkpoint"):
             save_orbax(save, folder, runner.weights, runner.slot_of_expert_LE)
     return 0
 
@@ -262,5 +265,5 @@ def _errors_said() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    console.print(f"[red]error:[/] {message}", highlight=False)
+    console.print(Text.assemble(("error: ", "red"), message))
     raise typer.Exit(2)

@@ -50,7 +50,7 @@ class ModelConfig:
     experts_per_token: int
     moe_intermediate_size: int
     moe_layers: tuple[int, ...]
-    """Indices of the layers that hold experts; the others are dense."""
+    """Indices of the layers that hold experts, rising; the others are dense."""
     norm_topk_prob: bool = True
     tie_embeddings: bool = False
     attention_bias: bool = False
@@ -113,8 +113,10 @@ class DispatchConfig:
     """An older trace counts as missing."""
     high_kv: float = 0.90
     kv_gap: float = 0.10
+    """Above the first, and with engines this far apart, KV use alone decides."""
     lambda_kv: float = 1.0
     lambda_moe: float = 1.0
+    """Weights of KV use and of excess expert pressure in the score, each times the token budget."""
     close_scores: float = 0.37
     """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
 
@@ -132,11 +134,11 @@ class QueueConfig:
 class PlacementConfig:
     """Which rank holds each expert (paper 5), and how fast experts move.
 
-    ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves. The defaults were chosen on
-    synthetic windows (128 experts top-8 and 64 top-4, 4 ranks, 2 sources, from no to full topic
-    stickiness): the first rebalance brings the mean max/mean rank load from 1.2-1.5 to 1.02-1.04,
-    cuts the remote share by up to two fifths, and moves 5-35 % of the experts; the next ones, few.
-    The paper's (1, 0.0025, 1) is for another normalisation; here it leaves the load unbalanced.
+    ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves (see ``placement_cost_L``).
+    The defaults were chosen on skewed synthetic windows: the first rebalance evens the load and
+    brings experts closer to their sources, and the next ones move few. tests/scheduler/test_placement.py
+    holds them to that. The paper's (1, 0.0025, 1) is for another normalisation; here it leaves the
+    load as uneven as it was.
     """
 
     policy: PlacementPolicy = "gimbal"
@@ -146,7 +148,7 @@ class PlacementConfig:
     min_gain: float = 0.02
     """A new placement is applied only if it lowers the objective by more than this share.
 
-    Sampling noise alone promises 1-3 % in a window of a few hundred tokens per source."""
+    The noise of a short window promises a gain too, of a few percent: below it moves chase noise."""
     window_steps: int = 200
     """Steps over which traffic is counted before each decision."""
     rows_per_pair: int = 2

@@ -18,12 +18,13 @@ ANY = None
 # Part of the package -> parts of it that it may import, and foreign packages (ANY: whatever we depend on).
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "config": (set(), set()),
+    "version": (set(), set()),
     "pallas_kernels": (set(), {"jax"}),
     "scheduler": ({"config"}, {"numpy"}),
     "model": ({"config", "pallas_kernels"}, ANY),
-    "serving": ({"__version__", "config", "scheduler", "model"}, ANY),
+    "serving": ({"config", "scheduler", "model", "version"}, ANY),
     "simulation": ({"config", "scheduler", "model"}, ANY),
-    "cli": ({"__version__", "config", "scheduler", "model", "serving", "simulation"}, ANY),
+    "cli": ({"config", "scheduler", "model", "serving", "simulation", "version"}, ANY),
 }
 
 

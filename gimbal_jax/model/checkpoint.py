@@ -7,10 +7,12 @@ at a time.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from gimbal_jax.config import ModelConfig
 
 FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 Index = tuple[slice, ...]
+Shape = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
@@ -38,9 +41,9 @@ class Source:
     """
 
     names: tuple[tuple[str, ...], ...]
-    shape: tuple[int, ...]
+    shape: Shape
     """Of each tensor in the file."""
-    view: tuple[int, ...]
+    view: Shape
     order: tuple[int, ...]
     stacked: bool = False
 
@@ -105,16 +108,26 @@ def _experts(block: str, c: ModelConfig, parts: tuple[str, ...], each: Source) -
     return replace(each, names=tuple(names), stacked=True)
 
 
+def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
+    """What is missing, extra or wrongly shaped, by name."""
+    wrong = []
+    if missing := sorted(wanted.keys() - found.keys()):
+        wrong.append(f"missing tensors: {_some(missing)}")
+    if extra := sorted(found.keys() - wanted.keys()):
+        wrong.append(f"tensors that this model has no place for: {_some(extra)}")
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name] != wanted[name]:
+            wrong.append(f"{name} has shape {found[name]}, the configuration says {wanted[name]}")
+    return wrong
+
+
 class SafetensorsFolder:
     """The tensors of a folder: ``model.safetensors``, or shards with an index."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
-        if index.exists():
-            listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = sorted(set(listed.values()))
-        else:
-            listed, files = {}, ["model.safetensors"]
+        listed = _weight_map(index) if index.exists() else {}
+        files = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
         self._file_of: dict[str, Any] = {}
         for name in files:
             try:
@@ -127,19 +140,13 @@ class SafetensorsFolder:
         if lost := sorted(set(listed) - set(self._file_of)):
             raise CheckpointError(f"{folder}: tensors that the index lists are in no file: {_some(lost)}")
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, Shape]) -> None:
         """Refuse by name what is missing, extra, wrongly shaped or not a plain float."""
-        wrong = []
-        if missing := sorted(set(shapes) - set(self._file_of)):
-            wrong.append(f"missing tensors: {_some(missing)}")
-        if extra := sorted(set(self._file_of) - set(shapes)):
-            wrong.append(f"tensors that this model has no place for: {_some(extra)}")
-        for name in sorted(set(shapes) & set(self._file_of)):
-            tensor = self._file_of[name].get_slice(name)
-            if tuple(tensor.get_shape()) != shapes[name]:
-                wrong.append(f"{name} has shape {tuple(tensor.get_shape())}, the configuration says {shapes[name]}")
-            if tensor.get_dtype() not in FLOAT_TYPES:
-                wrong.append(f"{name} has type {tensor.get_dtype()}; only {sorted(FLOAT_TYPES)} are read")
+        tensors = {name: file.get_slice(name) for name, file in self._file_of.items()}
+        wrong = differences({name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, shapes)
+        for name in sorted(shapes.keys() & tensors.keys()):
+            if (stored := tensors[name].get_dtype()) not in FLOAT_TYPES:
+                wrong.append(f"{name} has type {stored}; only {sorted(FLOAT_TYPES)} are read")
         if wrong:
             raise CheckpointError("; ".join(wrong[:10]))
 
@@ -182,7 +189,7 @@ def _read_joined(
     parts = []
     for name in names:
         tensor = folder.read(name, rows).reshape(len(first), *source.view[1:])
-        parts.append(tensor[(slice(None), *view_index[1:])].transpose(source.order).astype(dtype))
+        parts.append(tensor[(slice(None), *view_index[1:])].transpose(source.order).astype(dtype, copy=False))
     return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.ascontiguousarray(parts[0])
 
 
@@ -214,17 +221,32 @@ def load_safetensors(
     for done, (path, variable) in enumerate(flat):
         source, target = sources[path], variable.get_value()
         moe_layer = config.moe_layers.index(path[1]) if source.stacked else 0
-        shards: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
-        arrays = []
-        for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
-            key = tuple((part.start, part.stop) for part in index)
-            if key not in shards:
-                shards = {key: read_shard(tensors, source, index, target.dtype, expert_of_slot_LP[moe_layer])}
-            arrays.append(jax.block_until_ready(jax.device_put(shards[key], device)))
-        array = jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
+        read = partial(read_shard, tensors, source, dtype=target.dtype, expert_of_slot=expert_of_slot_LP[moe_layer])
+        array = _to_devices(read, target)
         loaded.append((path, variable.replace(array)))
         progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)
+
+
+def _to_devices(read: Callable[[Index], np.ndarray], target: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array from its shards, of which the host holds one at a time."""
+    held: Index | None = None
+    shard, arrays = None, []
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+        if index != held:
+            shard = None
+            gc.collect(0)  # until a collection, jax keeps the host's copy of what it has transferred
+            held, shard = index, read(index)
+        arrays.append(jax.block_until_ready(jax.device_put(shard, device)))
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File of each tensor."""
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of tensors: {error!r}") from error
 
 
 def _some(names: list[str]) -> str:

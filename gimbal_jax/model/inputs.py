@@ -1,9 +1,9 @@
 """What one step takes and gives: plain arrays for S engines, laid out in groups.
 
-A step has ``T = D + N * Q`` token places per engine: first D decode rows of one
-token each, then N prefill tiles of Q tokens each. A *group* is one decode row or
-one tile (``G = D + N``): consecutive tokens of one sequence, which attend to that
-sequence's pages. Long chunks take several tiles. Places that a group does not
+A step has ``T = rows + tiles * tile`` token places per engine: first the decode rows
+of one token each, then the prefill tiles of ``tile`` tokens each. A *group* is one row
+or one tile (``G = rows + tiles``): consecutive tokens of one sequence, which attend to
+that sequence's pages. Long chunks take several tiles. Places that a group does not
 fill are padding: they route nowhere, count nowhere and write nothing.
 """
 

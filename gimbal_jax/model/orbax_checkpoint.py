@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from gimbal_jax.config import ModelConfig
-from gimbal_jax.model.checkpoint import CheckpointError
+from gimbal_jax.model.checkpoint import CheckpointError, differences
 
 WEIGHTS = "weights"
 COPIED = (
@@ -36,13 +36,20 @@ def is_orbax(folder: Path) -> bool:
     return (folder / WEIGHTS).is_dir()
 
 
+def check_target(folder: Path) -> None:
+    """Raise CheckpointError if ``save_orbax`` cannot write here."""
+    if is_orbax(folder):
+        raise CheckpointError(f"{folder} already holds a checkpoint; choose another folder")
+    if "[" in str(folder.absolute()):  # Orbax takes it for a pattern and loses what it has written
+        raise CheckpointError(f"{folder}: Orbax cannot write below a folder with [ in its name")
+
+
 def save_orbax(folder: Path, source: Path, weights: nnx.State, slot_of_expert_LE: np.ndarray) -> None:
     """Write an Orbax checkpoint, complete with configuration and tokenizer copied from ``source``.
 
-    Raises CheckpointError if the folder holds one already.
+    Raises CheckpointError as ``check_target`` does.
     """
-    if is_orbax(folder):
-        raise CheckpointError(f"{folder} already holds a checkpoint; choose another folder")
+    check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / WEIGHTS).absolute(), _tree(weights, slot_of_expert_LE))
@@ -59,13 +66,21 @@ def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[
     replicated = jax.sharding.NamedSharding(_mesh_of(abstract), jax.sharding.PartitionSpec())
     shape = (len(config.moe_layers), config.num_experts)
     slots = jax.ShapeDtypeStruct(shape, np.int32, sharding=replicated)
+    wanted, path = _tree(abstract, slots), (folder / WEIGHTS).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(path).item_metadata
+        if metadata is None:
+            raise CheckpointError(f"{folder} cannot be restored: it has no Orbax metadata")
+        stored = {name: tuple(array.shape) for name, array in metadata.tree.items()}
+        if wrong := differences(stored, {name: array.shape for name, array in wanted.items()}):
+            raise CheckpointError(f"{folder}: " + "; ".join(wrong[:10]))
         try:
-            tree = checkpointer.restore((folder / WEIGHTS).absolute(), _tree(abstract, slots))
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+            tree = checkpointer.restore(path, wanted)
+        except Exception as error:  # of damaged data, Orbax raises no narrower type
+            reason, *_ = str(error).split("\n")
+            raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
     weights = nnx.from_flat_state(
-        [(path, variable.replace(tree[_key(path)])) for path, variable in nnx.to_flat_state(abstract)]
+        [(at, variable.replace(tree[_key(at)])) for at, variable in nnx.to_flat_state(abstract)]
     )
     return weights, np.asarray(tree["slot_of_expert"])
 
@@ -74,7 +89,7 @@ def _key(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _tree(state: nnx.State, slot_of_expert_LE: object) -> dict[str, object]:
+def _tree(state: nnx.State, slot_of_expert_LE: Any) -> dict[str, Any]:
     values = {_key(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
     return values | {"slot_of_expert": slot_of_expert_LE}
 

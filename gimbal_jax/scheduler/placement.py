@@ -88,6 +88,7 @@ def assign_slots(rank_LE: np.ndarray, old_slot_LE: np.ndarray, ranks: int) -> np
     """Slots for a placement given by ranks: who stays on its rank keeps its slot, arrivals fill the vacated ones.
 
     Every rank must get E / R experts; arrivals go in by rising expert id, slots by rising number.
+    M: the experts of all layers that change rank.
     """
     new_slot_LE = old_slot_LE.copy()
     layer_M, expert_M = np.nonzero(rank_LE != rank_of_expert(old_slot_LE, ranks))

@@ -1,8 +1,8 @@
 """What the routing counts of a window say under a placement: pure functions, exact integers until a ratio.
 
-Axes: L MoE layers, S sources (DP engines), E experts, R ranks. The ranks of
-source ``s`` are ``s * tp .. s * tp + tp - 1`` with ``tp = R // S``. Every rank has
-``E // R`` slots, so slot ``p`` is on rank ``p // (E // R)``.
+Axes: L MoE layers, S sources (DP engines), E experts, R ranks, T the tp ranks of one
+source. The ranks of source ``s`` are ``s * tp .. s * tp + tp - 1`` with ``tp = R // S``.
+Every rank has ``E // R`` slots, so slot ``p`` is on rank ``p // (E // R)``.
 """
 
 from __future__ import annotations

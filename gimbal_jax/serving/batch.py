@@ -12,7 +12,7 @@ from gimbal_jax.serving.plan import Chunk, NextToken, Plan
 from gimbal_jax.serving.request import MAX_STOP_IDS, SamplingParams, TokenLogprobs
 
 Bucket = tuple[int, int]
-"""(decode rows D, prefill tiles N): the shape of one compiled step."""
+"""(decode rows, prefill tiles): the shape of one compiled step."""
 
 
 def step_buckets(config: EngineConfig, tp: int) -> tuple[Bucket, ...]:

@@ -81,7 +81,7 @@ class GimbalClient:
         engine: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk]:
-        """Yields chunks, the last with a finish_reason; one chunk in all if not ``stream``.
+        """Yield chunks, the last with a finish_reason; one chunk in all if not ``stream``.
 
         The prompt is a text or token ids. ``engine`` pins the request to one. Leaving
         the iteration (``aclose``) cancels the request.
@@ -180,7 +180,7 @@ class GimbalClient:
         return record_of(ServerStatus, response)
 
     async def rebalance(self) -> None:
-        """Asks for a placement decision at the next step."""
+        """Ask for a placement decision at the next step."""
         with _client_errors():
             await self.control.Rebalance(control_pb2.RebalanceRequest())
 

@@ -83,6 +83,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Traces:
+    """The latest published traces, one per engine; none before the first."""
+
     now: float
     """Seconds on the server's monotonic clock, as all times of traces and decisions."""
     traces: tuple[Trace, ...]
@@ -90,6 +92,8 @@ class Traces:
 
 @dataclass(frozen=True)
 class DispatchRecord:
+    """One dispatch decision and the rule that made it."""
+
     request_id: str
     time: float
     engine: int
@@ -109,6 +113,8 @@ class Decisions:
 
 @dataclass(frozen=True)
 class ServerStatus:
+    """The server at one moment, in numbers; per engine where a name ends in S."""
+
     now: float
     state: str
     error: str

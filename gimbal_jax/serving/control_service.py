@@ -19,6 +19,8 @@ type Context = grpc.aio.ServicerContext
 
 
 class ControlService(pb_grpc.ControlServicer):
+    """Reads the core's status and the dispatcher's memory; changes nothing but by ``Rebalance``."""
+
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._core = frontend.core

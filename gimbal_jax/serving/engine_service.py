@@ -17,11 +17,11 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gimbal_jax import __version__
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import Output, TokenLogprobs
 from gimbal_jax.serving.validation import InvalidField, Parsed, Unsupported, max_prompt_tokens, parse_generate
+from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 64 * 1024

@@ -53,15 +53,15 @@ class Core(Protocol):
         """Latest published traces, replaced whole; empty before the first."""
 
     def submit(self, request: Request) -> None:
-        """Queues a request; raises QueueFull or NotServing."""
+        """Queue a request; raises QueueFull or NotServing."""
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request and frees its pages within a step; unknown ids are ignored."""
+        """End a request and free its pages within a step; unknown ids are ignored."""
 
     def status(self) -> Status: ...
 
     def rebalance(self) -> None:
-        """Asks for a placement decision at the next tick."""
+        """Ask for a placement decision at the next tick."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Frontend:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, engine: int | None = None
     ) -> AsyncGenerator[Output]:
-        """Yields news of a validated request until one has a finish_reason.
+        """Yield news of a validated request until one has a finish_reason.
 
         ``engine`` pins the request. Leaving the iteration early, by ``aclose`` or
         by cancelling the task, cancels the request in the core. Raises QueueFull,
@@ -192,7 +192,7 @@ class Frontend:
                 self.idle.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends live requests with finish_reason "abort"; unknown ids are ignored."""
+        """End live requests with finish_reason "abort"; unknown ids are ignored."""
         for core_id in [self._core_ids[id] for id in request_ids if id in self._core_ids]:
             self.core.cancel(core_id)
             self._route([Output(core_id, (), finish_reason="abort")])
@@ -202,7 +202,7 @@ class Frontend:
         self._refusal = reason
 
     def end_all(self, reason: str) -> None:
-        """Ends every live request with NotServing."""
+        """End every live request with NotServing."""
         for core_id, stream in self._streams.items():
             if stream.outcome is None:
                 self.core.cancel(core_id)
@@ -211,7 +211,7 @@ class Frontend:
                 stream.arrived.set()
 
     def close(self) -> None:
-        """Takes no more news from the core."""
+        """Take no more news from the core."""
         self.core.on_outputs = lambda outputs: None
 
     def _deliver(self, outputs: list[Output]) -> None:

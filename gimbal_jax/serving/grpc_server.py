@@ -50,7 +50,7 @@ async def serve(
     wall_clock: Callable[[], float] = time.time,
     new_seed: Callable[[], int] = lambda: random.getrandbits(32),
 ) -> None:
-    """Serves until ``stop`` is set, then drains: new requests are refused, and the
+    """Serve until ``stop`` is set, then drain: new requests are refused, and the
     live ones have ``drain_timeout_s`` to end, after which they end with UNAVAILABLE.
 
     Port 0 takes a free one; ``started`` is told which. Health follows the core's

@@ -11,16 +11,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gimbal_jax import __version__
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
 from gimbal_jax.serving.frontend import Core, Frontend
+from gimbal_jax.version import __version__
 
 STATES = ("warming", "serving", "draining", "stopped", "failed")
 
 
 @contextlib.contextmanager
 def serve_metrics(core: Core, frontend: Frontend, port: int) -> Iterator[int]:
-    """Serves /metrics on loopback in a thread of its own; gives the port (a free one for 0)."""
+    """Serve /metrics on loopback in a thread of its own; yields the port (a free one for 0)."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(core, frontend))
     server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)

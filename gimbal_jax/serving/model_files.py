@@ -26,6 +26,8 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 @dataclass(frozen=True)
 class ModelFiles:
+    """One checkpoint folder, as clients see it."""
+
     name: str
     """The model's name for clients."""
     folder: Path

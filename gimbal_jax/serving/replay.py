@@ -73,7 +73,7 @@ class Summary:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Reads a CSV with columns arrival_s, input_tokens, output_tokens; ValueError names a bad line."""
+    """Read a CSV with columns arrival_s, input_tokens, output_tokens; ValueError names a bad line."""
     rows: list[TraceRow] = []
     with path.open(newline="") as file:
         for line, record in enumerate(csv.DictReader(file), start=2):
@@ -92,7 +92,7 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
 def scale_trace(
     rows: Sequence[TraceRow], *, seconds: float, input_tokens: float, output_tokens: float
 ) -> tuple[TraceRow, ...]:
-    """Multiplies arrivals and lengths; lengths are rounded and stay at least 1."""
+    """Multiply arrivals and lengths; lengths are rounded and stay at least 1."""
     return tuple(
         TraceRow(
             row.arrival_s * seconds,
@@ -106,7 +106,7 @@ def scale_trace(
 def conversation_topics(
     count: int, topics: Sequence[str], rng: np.random.Generator, *, conversations: int, end: float
 ) -> tuple[str, ...]:
-    """A topic for each of ``count`` requests, so that topics persist (rule: ours).
+    """Draw a topic for each of ``count`` requests, so that topics persist (rule: ours).
 
     ``conversations`` go on side by side, each on one topic. A request belongs to one of
     them, drawn evenly; after it that conversation ends with probability ``end`` and
@@ -129,7 +129,7 @@ async def replay(
     on_done: Callable[[Measurement], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Measurement]:
-    """Sends every call when it is due and reads all streams; a measurement per call, in order.
+    """Send every call when it is due and read all streams; a measurement per call, in order.
 
     Calls never wait for each other (open loop). Tokens are drawn at temperature 1, and none
     ends an output early. A call that the server refuses or breaks off becomes that call's ``error``.

@@ -60,7 +60,7 @@ class RunReport:
 
 
 def expert_traffic(samples: Sequence[Traffic], ranks: int) -> ExpertTraffic:
-    """Sums up samples of the counts since start, oldest first.
+    """Sum up samples of the counts since start, oldest first.
 
     The traffic between two samples is taken as served by the earlier one's placement.
     Raises ValueError without traffic between the first sample and the last.
@@ -116,7 +116,7 @@ def _ms(mean_s: float, p99_s: float) -> str:
 
 
 def draw(runs: Sequence[RunReport], path: Path) -> None:
-    """Writes a picture of the expert load of each rank: a row per run, before on the left, after on the right.
+    """Write a picture of the expert load of each rank: a row per run, before on the left, after on the right.
 
     It shows one layer, the least even one of the first run before any expert moved.
     A segment is an expert, coloured by the rank that held it at first.
@@ -141,7 +141,7 @@ def draw(runs: Sequence[RunReport], path: Path) -> None:
 
 
 def _draw_ranks(axes: Axes, traffic: Traffic, ranks: int, layer: int, home_E: np.ndarray) -> None:
-    """Stacks the experts of each rank, the busiest at the bottom, on their first ranks' colours."""
+    """Stack the experts of each rank, the busiest at the bottom, on their first ranks' colours."""
     load_E = traffic.counts_LSE[layer].sum(axis=0)
     height_E = load_E * ranks / max(int(load_E.sum()), 1)
     rank_E = rank_of_expert(traffic.slot_of_expert_LE[layer], ranks)

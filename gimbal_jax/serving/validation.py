@@ -29,6 +29,8 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Parsed:
+    """A request as the frontend takes it."""
+
     prompt: tuple[int, ...]
     sampling: SamplingParams
     engine: int | None
@@ -47,7 +49,7 @@ def parse_generate(
     encode: Callable[[str], Sequence[int]] | None,
     new_seed: Callable[[], int],
 ) -> Parsed:
-    """Checks every field. Unset proto3 fields mean the defaults of vLLM.
+    """Check every field. Unset proto3 fields mean the defaults of vLLM.
 
     ``encode`` is None where the checkpoint has no tokenizer; ``new_seed`` gives a
     uint32 for a request without one. Raises InvalidField or Unsupported.

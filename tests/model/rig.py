@@ -83,12 +83,26 @@ def reordered(weights: nnx.State, config: ModelConfig, order_LP: np.ndarray) -> 
 def rig(
     folder: Path, dp: int, tp: int, exchange: Exchange = "gather", slot_of_expert_LE: np.ndarray | None = None
 ) -> Rig:
+    """The checkpoint in this folder, its experts placed contiguously if not said otherwise."""
     config = load_config(folder)
-    mesh = make_mesh(MeshConfig(dp, tp))
-    graph, abstract = abstract_model(config, jnp.float32, mesh)
+    _, abstract = abstract_model(config, jnp.float32, make_mesh(MeshConfig(dp, tp)))
     if slot_of_expert_LE is None:
         slot_of_expert_LE = np.tile(np.arange(config.num_experts, dtype=np.int32), (len(config.moe_layers), 1))
     weights = load_safetensors(folder, config, abstract, slot_of_expert_LE)
+    return rig_of(config, weights, slot_of_expert_LE, dp, tp, exchange)
+
+
+def rig_of(
+    config: ModelConfig,
+    weights: nnx.State,
+    slot_of_expert_LE: np.ndarray,
+    dp: int,
+    tp: int,
+    exchange: Exchange = "gather",
+) -> Rig:
+    """Weights that stand on this mesh already, in the slot order of this placement."""
+    mesh = make_mesh(MeshConfig(dp, tp))
+    graph, _ = abstract_model(config, jnp.float32, mesh)
     layout = StepLayout(mesh, ENGINE.tile, exchange)
     state = new_state(config, ENGINE, jnp.float32, mesh)
     return Rig(config, mesh, layout, graph, weights, state, slot_of_expert_LE)

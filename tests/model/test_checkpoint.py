@@ -25,6 +25,7 @@ CASES = sorted(p.name for p in GOLDENS.iterdir())
 INDEX = "model.safetensors.index.json"
 NORM, ROUTER = "model.norm.weight", "model.layers.1.mlp.gate.weight"
 EXPERT = "model.layers.2.mlp.experts.7.up_proj.weight"
+ONE_DEVICE = MeshConfig()
 Tensors = dict[str, np.ndarray]
 
 
@@ -32,7 +33,7 @@ def tensors_of(folder: Path) -> Tensors:
     return {name: array for path in sorted(folder.glob("*.safetensors")) for name, array in load_file(path).items()}
 
 
-def load(folder: Path, mesh: MeshConfig = MeshConfig(), dtype=jnp.float32, placement=None) -> nnx.State:
+def load(folder: Path, mesh: MeshConfig = ONE_DEVICE, dtype=jnp.float32, placement=None) -> nnx.State:
     config = load_config(folder)
     _, abstract = abstract_model(config, dtype, make_mesh(mesh))
     if placement is None:
@@ -45,10 +46,10 @@ def values(state: nnx.State) -> dict[tuple, np.ndarray]:
 
 
 def assert_equal(got: nnx.State, want: nnx.State) -> None:
-    got, want = values(got), values(want)
-    assert got.keys() == want.keys()
-    for path, array in got.items():
-        np.testing.assert_array_equal(array, want[path], err_msg=str(path))
+    wanted = values(want)
+    assert values(got).keys() == wanted.keys()
+    for path, array in values(got).items():
+        np.testing.assert_array_equal(array, wanted[path], err_msg=str(path))
 
 
 @pytest.fixture
@@ -159,8 +160,8 @@ def test_all_that_is_wrong_is_said_at_once(copy):
 def test_many_missing_tensors_are_counted_not_listed(copy):
     with pytest.raises(CheckpointError) as refused:
         load(copy(lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts" in name]))
-    assert "72" in str(refused.value) or "more" in str(refused.value)
-    assert len(str(refused.value)) < 1000
+    assert "and 67 more" in str(refused.value)
+    assert str(refused.value).count("experts") == 5
 
 
 def test_a_truncated_file_is_refused_by_name(copy):
@@ -210,7 +211,7 @@ def test_a_damaged_index_is_refused_by_name(copy, text):
 
 def test_progress_counts_parameters():
     config = load_config(GOLDENS / "base")
-    _, abstract = abstract_model(config, jnp.float32, make_mesh(MeshConfig()))
+    _, abstract = abstract_model(config, jnp.float32, make_mesh(ONE_DEVICE))
     placement, seen = np.tile(np.arange(8), (3, 1)), []
     load_safetensors(GOLDENS / "base", config, abstract, placement, lambda done, total: seen.append((done, total)))
     total = len(nnx.to_flat_state(abstract))

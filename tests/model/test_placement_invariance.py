@@ -19,7 +19,7 @@ MAX_ERROR = 1e-5
 def run_all_kinds(model: Rig) -> list[np.ndarray]:
     """Logits of a prefill, a mixed and a decode step on both engines; every engine idles once."""
     first, second = TOKENS[:17], TOKENS[17:37]
-    steps = [
+    steps: list[list[tuple[list[Chunk], list[Chunk]]]] = [
         [([], [Chunk(first, 0)]), ([], [])],
         [([Chunk(TOKENS[37:38], 17)], [Chunk(second[:9], 0, SECOND_SEQUENCE)]), ([], [Chunk(first, 0)])],
         [([Chunk(TOKENS[38:39], 18)], [Chunk(second[9:], 9, SECOND_SEQUENCE)]), ([Chunk(TOKENS[37:38], 17)], [])],

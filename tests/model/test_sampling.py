@@ -1,6 +1,7 @@
 """Choosing tokens: what is kept, how it is drawn, and that a draw depends on nothing but its own row."""
 
 from dataclasses import fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ jitted = jax.jit(sample)
 LOGITS_V = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
 
 
-def choose(logits: np.ndarray, position: object = 0, **settings: object) -> StepOutputs:
-    """Sample with these settings, each one value for all rows or one per row [S, G]; seeds differ by row if not given."""
-    defaults = {
+def choose(logits: np.ndarray, position: Any = 0, **settings: Any) -> StepOutputs:
+    """Sample with these settings, one value for all rows or one per row [S, G]; seeds differ by default."""
+    defaults: dict[str, Any] = {
         "temperature": 1.0,
         "top_k": 0,
         "top_p": 1.0,
@@ -36,9 +37,8 @@ def choose(logits: np.ndarray, position: object = 0, **settings: object) -> Step
     def rows(name: str, dtype: type) -> np.ndarray:
         return np.broadcast_to(s[name], SHAPE).astype(dtype)
 
-    temperature, top_k, top_p, min_p = rows("temperature", np.float32), *(
-        rows(name, dtype) for name, dtype in (("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32))
-    )
+    temperature, top_k = rows("temperature", np.float32), rows("top_k", np.int32)
+    top_p, min_p = rows("top_p", np.float32), rows("min_p", np.float32)
     suppress = np.broadcast_to(s["suppress"], (*SHAPE, SUPPRESSED)).astype(np.int32)
     inputs = SamplingInputs(
         temperature,
@@ -55,12 +55,14 @@ def choose(logits: np.ndarray, position: object = 0, **settings: object) -> Step
     return jitted(logits_SGV, np.broadcast_to(position, SHAPE).astype(np.int32), inputs)
 
 
-def draws(logits: np.ndarray, steps: int, **settings: object) -> np.ndarray:
+def draws(logits: np.ndarray, steps: int, **settings: Any) -> np.ndarray:
     """Tokens of all rows at this many positions."""
     return np.concatenate([np.asarray(choose(logits, p, **settings).token_SG).ravel() for p in range(steps)])
 
 
-def kept(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[set[int], np.ndarray]:
+def kept(
+    logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[set[int], np.ndarray]:
     """Tokens that may come, in float64, and the sums that top-p was compared with."""
     tempered_V = logits_V.astype(np.float64) / temperature
     ids = sorted(range(len(logits_V)), key=lambda v: (-tempered_V[v], v))[: top_k or None]
@@ -174,7 +176,7 @@ def test_a_row_that_truncates_nothing_draws_the_same_among_rows_that_do(other):
 
 def test_top_p_1_keeps_tokens_beyond_the_rounding_of_the_sum():
     """With one token far ahead the float32 sum is 1 before the last token. No draw shows that; the logits do."""
-    logits_SGV = np.full((1, 1, VOCAB), -16.5, np.float32)
+    logits_SGV = np.full((1, 1, VOCAB), -17.1, np.float32)
     logits_SGV[..., 0] = 0
     row = {"top_k_SG": 0, "top_p_SG": 1.0, "min_p_SG": 0.0}
     blank = {f.name: None for f in fields(SamplingInputs)}

@@ -24,7 +24,7 @@ SKEWED_LSE = np.tile(np.array([[90, 80, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 70, 60, 
 
 class AtOnce(Executor):
     def submit(self, fn, /, *args, **kwargs):
-        future = Future()
+        future: Future = Future()
         try:
             future.set_result(fn(*args, **kwargs))
         except Exception as error:
@@ -36,7 +36,7 @@ class Held(Executor):
     """Keeps what is submitted until ``run``."""
 
     def __init__(self) -> None:
-        self.jobs = []
+        self.jobs: list = []
 
     def submit(self, fn, /, *args, **kwargs):
         self.jobs.append((Future(), fn, args))

@@ -1,0 +1,138 @@
+"""A real server over the smallest golden checkpoint: one compiled runner, ticked by hand or on its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.model.hf_config import load_config
+from gimbal_jax.model.loading import load_weights
+from gimbal_jax.model.sharding import make_mesh
+from gimbal_jax.scheduler.migration import plan_rounds
+from gimbal_jax.serving.request import Output, Request, SamplingParams
+from gimbal_jax.serving.runner import DeviceRunner, Runner
+from gimbal_jax.serving.server import Server
+
+FOLDER = Path(__file__).parents[1] / "goldens" / "base"
+MODEL = load_config(FOLDER)
+LAYERS, EXPERTS, TOP_K = len(MODEL.moe_layers), MODEL.num_experts, MODEL.experts_per_token
+CONFIG = ServerConfig(
+    mesh=MeshConfig(dp=2, tp=2),
+    engine=EngineConfig(
+        max_model_len=96,
+        page_size=4,
+        num_pages=40,  # eight long sequences do not fit: there will be preemptions
+        max_rows=8,
+        token_budget=16,
+        tile=8,
+        max_queue=10_000,
+    ),
+    placement=PlacementConfig(policy="static"),
+)
+SOURCES, RANKS = CONFIG.mesh.dp, CONFIG.mesh.ranks
+TICK_S = 0.01
+
+
+def compiled_runner() -> DeviceRunner:
+    """Two shapes of steps only: few decode rows, and everything."""
+    mesh = make_mesh(CONFIG.mesh)
+    weights, slot_of_expert_LE = load_weights(FOLDER, MODEL, mesh, "float32")
+    runner = DeviceRunner(MODEL, CONFIG, mesh, weights, slot_of_expert_LE, "float32")
+    runner.buckets = (runner.buckets[0], runner.buckets[-1])
+    runner.warm_up()
+    return runner
+
+
+@dataclass
+class Session:
+    """A server ticked by hand, and what it said."""
+
+    server: Server
+    now: float = 0.0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "news after the end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+    @property
+    def idle(self) -> bool:
+        return all(engine.idle for engine in self.server.engines)
+
+    def tick(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.server.tick(self.now)
+            self.now += TICK_S
+
+    def run(self, requests: list[Request], between: Callable[[], object] = lambda: None) -> dict[str, list[int]]:
+        """Submit all at once, tick until idle with ``between`` after each tick; returns the tokens of each."""
+        for request in requests:
+            self.server.submit(request)
+        self.tick()
+        while not self.idle:
+            between()
+            self.tick()
+        return {request.id: self.tokens.get(request.id, []) for request in requests}
+
+
+@contextmanager
+def session(runner: Runner, engine: dict[str, Any] | None = None, **placement: Any) -> Iterator[Session]:
+    """A new server over ``runner``. ``engine`` overrides limits that are not part of the compiled shapes."""
+    config = replace(
+        CONFIG, engine=replace(CONFIG.engine, **(engine or {})), placement=replace(CONFIG.placement, **placement)
+    )
+    runner.take_counts()
+    server = Server(MODEL, config, runner)
+    session = Session(server)
+    server.on_outputs = session.take
+    server.open()
+    try:
+        yield session
+    finally:
+        server.stop()
+
+
+def shuffle_a_layer(runner: Runner, rng: np.random.Generator) -> None:
+    """Migrate one layer to a random placement."""
+    layer = int(rng.integers(LAYERS))
+    wanted_E = rng.permutation(EXPERTS).astype(np.int32)
+    for moves in plan_rounds(runner.slot_of_expert_LE[layer], wanted_E, RANKS, CONFIG.placement.rows_per_pair):
+        runner.migrate(layer, moves)
+
+
+def random_requests(rng: np.random.Generator, count: int, *, prompt: int = 40, output: int = 24) -> list[Request]:
+    """Requests of every kind: lengths up to the given ones, greedy and seeded, with stops and log probabilities."""
+    last_sequence_S = [0] * SOURCES
+    requests = []
+    for i in range(count):
+        engine = int(rng.integers(SOURCES))
+        last_sequence_S[engine] += 1
+        tokens = tuple(rng.integers(MODEL.vocab_size, size=rng.integers(1, prompt + 1)).tolist())
+        requests.append(Request(f"r{i}", tokens, random_sampling(rng, output), 0.0, engine, last_sequence_S[engine]))
+    return requests
+
+
+def random_sampling(rng: np.random.Generator, output: int) -> SamplingParams:
+    greedy = rng.random() < 0.4
+    stops = rng.integers(MODEL.vocab_size, size=rng.integers(0, 3)).tolist()
+    return SamplingParams(
+        max_tokens=int(rng.integers(1, output + 1)),
+        min_tokens=int(rng.integers(0, 2)),
+        temperature=0.0 if greedy else float(rng.uniform(0.3, 1.5)),
+        top_k=int(rng.choice([0, 5, 50])),
+        top_p=float(rng.choice([1.0, 0.8])),
+        min_p=float(rng.choice([0.0, 0.1])),
+        seed=int(rng.integers(2**32)),
+        logprobs=None if rng.random() < 0.7 else int(rng.integers(0, 5)),
+        stop_token_ids=tuple(stops),
+    )

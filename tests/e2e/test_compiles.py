@@ -1,0 +1,37 @@
+"""Nothing is compiled after warm-up, whatever requests come."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.e2e.rig import random_requests, session
+
+REQUESTS = 2000
+
+
+def test_two_thousand_mixed_requests_compile_nothing(runner):
+    rng = np.random.default_rng(3)
+    requests = random_requests(rng, REQUESTS, prompt=12, output=5)
+    before = runner.compiles_after_warmup()
+    with session(runner, policy="eplb", window_steps=50) as mixed:
+        cancelled = 0
+        for arriving in np.array_split(np.array(requests, object), REQUESTS // 4):
+            for request in arriving:
+                mixed.server.submit(request)
+            mixed.tick(2)
+            if rng.random() < 0.2:
+                mixed.server.cancel(f"r{rng.integers(REQUESTS)}")
+                cancelled += 1
+            mixed.server.status()
+        mixed.run([])
+        status = mixed.server.status()
+    assert len(mixed.ends) >= REQUESTS - cancelled
+    assert {"length", "stop"} <= set(mixed.ends.values())
+    assert status.experts_moved > 20
+    assert status.compiles_after_warmup == before
+
+
+def test_the_counter_sees_a_compilation(runner):
+    before = runner.compiles_after_warmup()
+    jax.jit(lambda x: x * 3 + before)(jnp.arange(before + 7)).block_until_ready()
+    assert runner.compiles_after_warmup() > before

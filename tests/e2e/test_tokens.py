@@ -1,0 +1,54 @@
+"""A request's tokens depend on nothing but the request: not on its neighbours, not on where the experts are."""
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.e2e.rig import random_requests, session, shuffle_a_layer
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return random_requests(np.random.default_rng(1), 30)
+
+
+@pytest.fixture(scope="module")
+def expected(runner, requests):
+    """Tokens of each request run alone."""
+    tokens: dict[str, list[int]] = {}
+    with session(runner) as alone:
+        for request in requests:
+            tokens |= alone.run([request])
+    assert sum(len(output) for output in tokens.values()) > 200
+    return tokens
+
+
+def test_batched_as_one_by_one(runner, requests, expected):
+    with session(runner, engine={"max_rows": 3}) as batched:
+        assert batched.run(requests) == expected
+        assert batched.server.status().preemptions == 0
+
+
+def test_preempted_as_one_by_one(runner, requests, expected):
+    with session(runner) as crowded:
+        assert crowded.run(requests) == expected
+        assert crowded.server.status().preemptions > 3
+
+
+def test_across_random_migrations(runner, requests, expected):
+    rng = np.random.default_rng(2)
+    before_LE = runner.slot_of_expert_LE
+    with session(runner) as moved:
+        assert moved.run(requests, between=lambda: shuffle_a_layer(runner, rng)) == expected
+    assert not np.array_equal(runner.slot_of_expert_LE, before_LE)
+
+
+def test_across_the_server_s_own_rebalancing(runner, requests, expected):
+    # Each prompt is of few tokens, so what is hot changes with what runs, and eplb follows every change.
+    with session(runner, policy="eplb", window_steps=2, migrate_bytes_per_tick=1) as moved:
+        # The placement thread needs a moment now and then.
+        assert moved.run(requests, between=lambda: time.sleep(0.002)) == expected
+        applied = [record for record in moved.server.status().placements if record.outcome == "applied"]
+        assert len(applied) >= 3
+        assert moved.server.status().experts_moved >= 10
