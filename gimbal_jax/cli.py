@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -130,11 +131,13 @@ def convert(
         available = _set_up_devices(devices, MeshConfig(dp, tp), None)
         from gimbal_jax.model.hf_config import load_config
         from gimbal_jax.model.orbax_checkpoint import check_target, is_orbax, save_orbax
+        from gimbal_jax.model.sharding import check_mesh
 
         if is_orbax(source):
             raise ValueError(f"{source} is an Orbax checkpoint already")
         check_target(target)
         config = load_config(source)
+        check_mesh(config, MeshConfig(dp, tp))
         # Converting keeps the checkpoint's own type, also on CPU.
         wanted = config.dtype if dtype == "auto" else dtype
         weights, slots, _ = _load(source, config, MeshConfig(dp, tp), available, wanted)
@@ -155,14 +158,22 @@ async def _serve(
 ) -> int:
     """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
     from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
+    from gimbal_jax.model.sharding import check_mesh
+    from gimbal_jax.serving.batch import step_buckets
+    from gimbal_jax.serving.engine import check_limits
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.runner import DeviceRunner
     from gimbal_jax.serving.server import Server
 
+    # Everything that can be refused is refused before the weights are read.
     if save is not None:
         check_target(save)
+    check_mesh(model, config.mesh)
+    check_limits(config.engine)
+    step_buckets(config.engine, config.mesh.tp)
     dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
+    model = replace(model, dtype=dtype)
     weights, slots, mesh = _load(folder, model, config.mesh, devices, dtype)
     runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
     server = Server(model, config, runner)
@@ -211,9 +222,8 @@ def _load(
 ) -> tuple[Any, Any, jax.sharding.Mesh]:
     """(weights, slot_of_expert_LE, mesh) with a progress bar."""
     from gimbal_jax.model.loading import load_weights
-    from gimbal_jax.model.sharding import check_mesh, make_mesh
+    from gimbal_jax.model.sharding import make_mesh
 
-    check_mesh(model, mesh_config)
     mesh = make_mesh(mesh_config, devices)
     with _progress("loading") as progress:
         return *load_weights(folder, model, mesh, dtype, progress), mesh

@@ -14,6 +14,11 @@ QueuePolicy = Literal["sjf_aging", "fcfs"]
 PlacementPolicy = Literal["gimbal", "eplb", "static"]
 Exchange = Literal["gather", "sparse"]
 
+MAX_LOGPROBS = 20
+"""Most alternatives per token that a request can ask for; the step always computes as many."""
+MAX_STOP_IDS = 16
+"""Most stop token ids of one request, the model's own end tokens included."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:

@@ -62,9 +62,7 @@ console = Console()
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
-    if not (MODEL / "model.safetensors").exists():
-        with console.status("making the demo model"):
-            subprocess.run([GIMBAL, "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([GIMBAL, "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
     calls = make_calls()
     output_tokens = sum(call.max_tokens for call in calls)
     console.print(

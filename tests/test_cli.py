@@ -96,8 +96,8 @@ ERRORS = {
     "devices": (("serve", BASE, "--devices", "tpu"), "--devices tpu: must be auto, gpu, cpu or cpu:N"),
     "device count": (("serve", BASE, "--devices", "cpu:x"), "--devices cpu:x: must be auto, gpu, cpu or cpu:N"),
     "devices of convert": (("convert", BASE, "{tmp}/new", "--devices", "gpu:2"), "--devices gpu:2: must be"),
-    "missing folder": (("serve", "{tmp}/none"), "No such file or directory: '{tmp}/none/config.json'"),
-    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "No such file or directory: '{tmp}/none/config.json'"),
+    "missing folder": (("serve", "{tmp}/none"), "{tmp}/none holds no config.json"),
+    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none holds no config.json"),
     "too few devices": (("serve", BASE, "--dp", 4, "--tp", 2), "dp * tp = 8 devices are needed and there are 4"),
     "heads": (
         ("serve", BASE, "--tp", 3),
@@ -113,7 +113,7 @@ ERRORS = {
     "source converted": (("convert", "{converted}", "{tmp}/new"), "{converted} is an Orbax checkpoint already"),
     "target is a file": (("convert", BASE, BASE / "config.json"), "config.json"),
     "too long": (("serve", BASE, "--max-model-len", 257), "--max-model-len 257 is beyond the model's 256 positions"),
-    "brackets": (("serve", "{tmp}/[a] [/b]"), "No such file or directory: '{tmp}/[a] [/b]/config.json'"),
+    "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] holds no config.json"),
 }
 
 

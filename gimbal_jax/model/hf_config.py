@@ -16,6 +16,17 @@ from gimbal_jax.config import ModelConfig, RopeConfig
 from gimbal_jax.model.hf_rope import parse_rope
 from gimbal_jax.model.json_reader import JsonReader
 
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""What a Hugging Face folder holds besides weights."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -24,7 +35,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(problems)
-        super().__init__("model configuration refused:" + "".join(f"\n  {problem}" for problem in problems))
+        super().__init__("model configuration refused: " + "; ".join(problems))
 
 
 # Keys with one value that we do; None and an absent key mean that value.
@@ -70,8 +81,10 @@ _HARMLESS = frozenset(
 def load_config(folder: Path) -> ModelConfig:
     """Read ``folder/config.json``; token ids of ``generation_config.json`` win, as in Hugging Face's ``generate``.
 
-    Raises FileNotFoundError without a config.json, and ConfigError as ``parse_config`` does.
+    Raises ConfigError without a config.json, and as ``parse_config`` does.
     """
+    if not (folder / "config.json").is_file():
+        raise ConfigError([f"{folder} holds no config.json: not a checkpoint folder"])
     hf = _read_object(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_object(generation_file) if generation_file.exists() else {}

@@ -16,19 +16,9 @@ from flax import nnx
 
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.checkpoint import CheckpointError, differences
+from gimbal_jax.model.hf_config import SIDE_FILES
 
 WEIGHTS = "weights"
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
-"""What a Hugging Face folder holds besides weights, and an Orbax folder too."""
 
 
 def is_orbax(folder: Path) -> bool:
@@ -53,7 +43,7 @@ def save_orbax(folder: Path, source: Path, weights: nnx.State, slot_of_expert_LE
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / WEIGHTS).absolute(), _tree(weights, slot_of_expert_LE))
-    for name in COPIED:
+    for name in SIDE_FILES:
         if (source / name).exists() and source.resolve() != folder.resolve():
             shutil.copy(source / name, folder / name)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from gimbal_jax.config import MAX_LOGPROBS
 from gimbal_jax.model.inputs import SamplingInputs, StepOutputs
-
-TOP_LOGPROBS = 20
-"""Alternatives reported per token."""
 
 
 def sample(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> StepOutputs:
@@ -20,7 +18,7 @@ def sample(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> 
     token_SG = jax.lax.cond(
         s.plain, lambda: logits_SGV.argmax(axis=-1).astype(jnp.int32), lambda: _draw(logits_SGV, position_SG, s)
     )
-    top = min(TOP_LOGPROBS, logits_SGV.shape[-1])
+    top = min(MAX_LOGPROBS, logits_SGV.shape[-1])
 
     def logprobs() -> tuple[jax.Array, jax.Array, jax.Array]:
         logprob_SGV = jax.nn.log_softmax(logits_SGV)
@@ -44,7 +42,7 @@ def _draw(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> j
     tempered_SGV = jax.lax.cond(s.truncates, lambda: _truncate(tempered_SGV, s), lambda: tempered_SGV)
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,))
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(3), position), (vocab,))
 
     drawn_SG = (tempered_SGV + jax.vmap(jax.vmap(noise))(s.seed_SG, position_SG)).argmax(axis=-1)
     return jnp.where(s.temperature_SG > 0, drawn_SG, logits_SGV.argmax(axis=-1)).astype(jnp.int32)

@@ -56,5 +56,5 @@ def route_and_count(
 
     counted_Tk = jnp.where(valid_T[:, None], expert_Tk, experts)
     count_E = jnp.zeros(experts, jnp.int32).at[counted_Tk.reshape(-1)].add(1, mode="drop")
-    slot_Tk = jnp.where(valid_T[:, None], slot_of_expert_E[expert_Tk], -1)
+    slot_Tk = jnp.where(valid_T[:, None], jnp.asarray(slot_of_expert_E)[expert_Tk], -1)
     return Routing(slot_Tk, weight_Tk, count_E)

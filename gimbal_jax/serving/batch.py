@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gimbal_jax.config import EngineConfig
+from gimbal_jax.config import MAX_STOP_IDS, EngineConfig
 from gimbal_jax.model.inputs import SamplingInputs, StepInputs, StepOutputs, group_sizes
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
-from gimbal_jax.serving.request import MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.request import SamplingParams, TokenLogprobs
 
 Bucket = tuple[int, int]
 """(decode rows, prefill tiles): the shape of one compiled step."""

@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gimbal_jax.model.hf_config import SIDE_FILES
 from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
 
-ARCHIVED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "config.json",
-    "generation_config.json",
-)
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -56,7 +47,7 @@ def load_model_files(folder: Path, name: str | None = None) -> ModelFiles:
 def _archive(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ARCHIVED:
+        for name in SIDE_FILES:
             if (folder / name).is_file():
                 # A ZipInfo without the file's date: the same files give the same bytes.
                 archive.writestr(zipfile.ZipInfo(name), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)

@@ -7,11 +7,6 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-MAX_LOGPROBS = 20
-"""Most alternatives per token that a request can ask for."""
-MAX_STOP_IDS = 16
-"""Most stop token ids of one request, the model's own end tokens included."""
-
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax.config import EngineConfig, ModelConfig, ServerConfig
+from gimbal_jax.config import MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig, ModelConfig, ServerConfig
 from gimbal_jax.serving.engine import max_sequence_tokens
-from gimbal_jax.serving.request import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from gimbal_jax.serving.request import SamplingParams
 
 MAX_REQUEST_ID = 256
 """Most characters of a request id."""

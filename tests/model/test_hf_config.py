@@ -281,5 +281,5 @@ def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> No
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path)

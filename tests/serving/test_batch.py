@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.config import EngineConfig
+from gimbal_jax.config import MAX_STOP_IDS, EngineConfig
 from gimbal_jax.model.inputs import StepOutputs
 from gimbal_jax.serving.batch import bucket_for, results_of, stack, step_buckets
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
-from gimbal_jax.serving.request import MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.request import SamplingParams, TokenLogprobs
 
 CONFIG = EngineConfig(max_model_len=12, page_size=4, num_pages=10, max_rows=4, token_budget=16, tile=4)
 PAD = 10 * 4

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax.config import EngineConfig
-from gimbal_jax.serving.request import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from gimbal_jax.config import MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig
+from gimbal_jax.serving.request import SamplingParams
 from gimbal_jax.serving.validation import MAX_REQUEST_ID, InvalidField, Unsupported, max_prompt_tokens, parse_generate
 from tests.serving.fake_server import CONFIG, MODEL
 
