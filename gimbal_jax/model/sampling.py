@@ -42,7 +42,7 @@ def _draw(logits_SGV: jax.Array, position_SG: jax.Array, s: SamplingInputs) -> j
     tempered_SGV = jax.lax.cond(s.truncates, lambda: _truncate(tempered_SGV, s), lambda: tempered_SGV)
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(3), position), (vocab,))
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,))
 
     drawn_SG = (tempered_SGV + jax.vmap(jax.vmap(noise))(s.seed_SG, position_SG)).argmax(axis=-1)
     return jnp.where(s.temperature_SG > 0, drawn_SG, logits_SGV.argmax(axis=-1)).astype(jnp.int32)

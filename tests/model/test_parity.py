@@ -1,5 +1,6 @@
 """The model against Hugging Face's numbers, on every mesh and through both exchanges."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_logits_and_greedy_tokens_match_transformers(case, dp, tp, exchange):
 
     whole = prefill(last, Chunk(prompt, 0))
     bounds = [0, 7, 24, 25, len(prompt)]
-    parts = [prefill(0, Chunk(prompt[a:b], a, SECOND_RUN)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [prefill(0, Chunk(prompt[a:b], a, SECOND_RUN)) for a, b in pairwise(bounds)]
     for logits in (whole, np.concatenate(parts)):
         check(logits, golden["logits_TV"])
         assert logits[-1].argmax() == tokens[0]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gimbal_jax.config import MAX_LOGPROBS
 from gimbal_jax.model.inputs import SamplingInputs, StepOutputs
-from gimbal_jax.model.sampling import TOP_LOGPROBS, _truncate, sample
+from gimbal_jax.model.sampling import _truncate, sample
 
 SOURCES, GROUPS, VOCAB, SUPPRESSED = 4, 64, 24, 4
 SHAPE = (SOURCES, GROUPS)
@@ -192,7 +193,7 @@ def test_log_probabilities_are_of_the_model_itself(temperature):
     out = choose(logits_SGV, temperature=temperature, top_k=3, suppress=[1, 2, -1, -1], want_logprobs=True)
     exact = logits_SGV.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
-    ids = np.argsort(-exact, axis=-1, kind="stable")[..., :TOP_LOGPROBS]
+    ids = np.argsort(-exact, axis=-1, kind="stable")[..., :MAX_LOGPROBS]
     np.testing.assert_array_equal(out.top_ids_SGK, ids)
     np.testing.assert_allclose(out.top_logprobs_SGK, np.take_along_axis(exact, ids, -1), atol=1e-5)
     chosen = np.take_along_axis(exact, np.asarray(out.token_SG)[..., None], -1)[..., 0]
