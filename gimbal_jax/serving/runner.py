@@ -51,7 +51,7 @@ class Runner(Protocol):
         """Apply one round of moves to a MoE layer, weights and table together."""
 
     def compiles_after_warmup(self) -> int:
-        """Programs compiled since warm-up; more than 0 is a bug."""
+        """Programs compiled since warm-up; more than 0 is a bug. 0 until warm-up is over."""
 
 
 class CompileCounter:
@@ -96,7 +96,7 @@ class DeviceRunner:
         self._move: jax.stages.Compiled | None = None
         self._zero: jax.stages.Compiled | None = None
         self._compilations = CompileCounter()
-        self._compiled_at_warmup = 0
+        self._compiled_at_warmup: int | None = None  # known when it is over
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
@@ -160,7 +160,7 @@ class DeviceRunner:
         self._device_slots = jax.device_put(self._slots, self._replicated)
 
     def compiles_after_warmup(self) -> int:
-        return self._compilations.count - self._compiled_at_warmup
+        return 0 if self._compiled_at_warmup is None else self._compilations.count - self._compiled_at_warmup
 
     @property
     def _exchange_sizes(self) -> tuple[int, int, int]:

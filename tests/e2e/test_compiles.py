@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.e2e.rig import random_requests, session
+from gimbal_jax.serving.runner import DeviceRunner
+from tests.e2e.rig import CONFIG, MODEL, random_requests, session
 
 REQUESTS = 2000
 
@@ -35,3 +36,9 @@ def test_the_counter_sees_a_compilation(runner):
     before = runner.compiles_after_warmup()
     jax.jit(lambda x: x * 3 + before)(jnp.arange(before + 7)).block_until_ready()
     assert runner.compiles_after_warmup() > before
+
+
+def test_what_warm_up_compiles_does_not_count(runner):
+    cold = DeviceRunner(MODEL, CONFIG, runner.mesh, runner.weights, runner.slot_of_expert_LE, "float32")
+    jax.jit(lambda x: x * 5)(jnp.arange(13)).block_until_ready()
+    assert cold.compiles_after_warmup() == 0

@@ -27,13 +27,21 @@ def sticky_window(rng) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def cases(runner):
+def windows():
     rng = np.random.default_rng(6)
-    windows, found = [sticky_window(rng) for _ in range(2)], {}
+    return [sticky_window(rng) for _ in range(2)]
+
+
+def with_policy(policy):
+    return replace(CONFIG, placement=replace(CONFIG.placement, policy=policy, window_steps=10**9))
+
+
+@pytest.fixture(scope="module")
+def cases(runner, windows):
+    found = {}
     for policy in POLICIES:
-        placement = replace(CONFIG.placement, policy=policy, window_steps=10**9)
         ended: list[int] = []
-        found[policy] = run_case(runner, MODEL, replace(CONFIG, placement=placement), windows, ended.append)
+        found[policy] = run_case(runner, MODEL, with_policy(policy), windows, ended.append)
         assert sum(ended) == 2 * PER_ENGINE * SOURCES
     return found
 
@@ -42,8 +50,11 @@ def test_all_policies_start_alike(cases):
     assert len({case.before for case in cases.values()}) == 1
 
 
-def test_static_moves_nothing(cases):
-    assert (cases["static"].decision.outcome, cases["static"].decision.experts_moved) == ("kept", 0)
+def test_static_moves_nothing(runner, windows, cases):
+    static = cases["static"]
+    assert (static.decision.outcome, static.decision.experts_moved) == ("kept", 0)
+    swapped = run_case(runner, MODEL, with_policy("static"), windows[::-1])
+    assert (swapped.before, swapped.after) == (static.after, static.before)
 
 
 @pytest.mark.parametrize("policy", ["gimbal", "eplb"])

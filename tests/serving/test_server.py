@@ -146,6 +146,23 @@ def test_full_queue_refuses_until_there_is_room():
         server.submit(request("accepted"))
 
 
+def test_queue_bound_counts_what_arrives_during_a_tick():
+    config = replace(CONFIG, engine=replace(CONFIG.engine, max_queue=2))
+    with open_server(config) as (server, runner, _):
+        step = runner.step
+
+        def step_while_others_arrive(inputs):
+            server.submit(request("b"))
+            return step(inputs)
+
+        runner.step = step_while_others_arrive
+        server.submit(request("a"))
+        tick(server, 1)
+        server.submit(request("c"))
+        with pytest.raises(QueueFull):
+            server.submit(request("d"))
+
+
 def test_cancelled_in_the_instant_it_was_submitted():
     with open_server() as (server, _, outputs):
         server.submit(request("a"))
