@@ -19,41 +19,59 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
-from gimbal_jax.scheduler.dispatch import Decision, Dispatcher, View, choose_engine
-from gimbal_jax.scheduler.migration import Round, plan_rounds
-from gimbal_jax.scheduler.objective import placement_cost_L
+from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, save_counts
+from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
+from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.scheduler.eplb import replicated_placement
+from gimbal_jax.scheduler.late import Room, Unbound, bind
+from gimbal_jax.scheduler.migration import Migration, Round, migration_between, plan_rounds
+from gimbal_jax.scheduler.objective import Objective, placement_cost_L, window_objective
 from gimbal_jax.scheduler.placement import Proposal, propose, static_placement
-from gimbal_jax.scheduler.queue import queue_key
-from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.trace import Trace, idle_trace
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, rank_load_LR, remote_share
+from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 from gimbal_jax.version import __version__
 
 if TYPE_CHECKING:
     from gimbal_jax.model.experts import exchange_table, move_experts
     from gimbal_jax.pallas_kernels import Routing, route_and_count
+    from gimbal_jax.scheduler.exact import exact_answer
     from gimbal_jax.serving.client import GimbalClient
 
 __all__ = [
+    "CountsFile",
     "Decision",
     "DispatchConfig",
     "Dispatcher",
     "EngineConfig",
     "GimbalClient",
+    "Job",
     "MeshConfig",
+    "Migration",
     "ModelConfig",
+    "Objective",
     "PlacementConfig",
     "Proposal",
     "QueueConfig",
+    "Room",
     "Round",
     "Routing",
     "ServerConfig",
     "Trace",
+    "Unbound",
     "View",
+    "WindowConfig",
     "__version__",
+    "bind",
     "choose_engine",
+    "exact_answer",
     "exchange_table",
     "expert_pressure_S",
+    "idle_trace",
     "imbalance_L",
+    "load_counts",
+    "migration_between",
     "move_experts",
     "placement_cost_L",
     "plan_rounds",
@@ -61,18 +79,23 @@ __all__ = [
     "queue_key",
     "rank_load_LR",
     "remote_share",
+    "replicated_placement",
     "route_and_count",
+    "save_counts",
     "static_placement",
+    "synthetic_windows",
+    "window_objective",
 ]
 
 _LAZY = {
     "GimbalClient": "serving.client",
     "Routing": "pallas_kernels",
+    "exact_answer": "scheduler.exact",
     "exchange_table": "model.experts",
     "move_experts": "model.experts",
     "route_and_count": "pallas_kernels",
 }
-"""Name -> module of what would load jax or gRPC."""
+"""Name -> module of what would load jax, gRPC or scipy."""
 
 
 def __getattr__(name: str) -> Any:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from gimbal_jax.config import (
@@ -20,23 +18,25 @@ from gimbal_jax.config import (
     DispatchPolicy,
     EngineConfig,
     Exchange,
+    LoadTerm,
     MeshConfig,
     ModelConfig,
+    OfflinePolicy,
     PlacementConfig,
     PlacementPolicy,
     QueueConfig,
     QueuePolicy,
     ServerConfig,
 )
+from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
 )
-# Messages hold paths and lists, so brackets are no markup. Each is one line, to be searched and copied.
-console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder: Hugging Face safetensors, or Orbax from `convert`.")]
 Devices = Annotated[str, typer.Option(help="`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices.")]
@@ -45,6 +45,7 @@ Dtype = Annotated[
     typer.Option(help="Type of weights and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere."),
 ]
 DEFAULT_MODEL_LEN = 4096
+ALL_POLICIES: tuple[PlacementPolicy | OfflinePolicy, ...] = (*get_args(PlacementPolicy), *get_args(OfflinePolicy))
 
 
 @app.command()
@@ -66,6 +67,13 @@ def serve(
     min_gain: Annotated[
         float, typer.Option(min=0, max=1, help="Least share of the objective that a new placement must save.")
     ] = PlacementConfig.min_gain,
+    smoothing: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Weight that earlier windows keep in a placement decision.")
+    ] = PlacementConfig.smoothing,
+    placement_file: Annotated[
+        Path | None, typer.Option(help="Start from this .npz file's placement, or its last window's.")
+    ] = None,
+    dump_counts: Annotated[Path | None, typer.Option(help="Folder to write every traffic window to.")] = None,
     exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = EngineConfig.exchange,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
@@ -87,7 +95,7 @@ def serve(
     compile_cache: Annotated[Path | None, typer.Option(help="Folder that keeps compiled programs.")] = None,
 ) -> None:
     """Serve MODEL over gRPC (vllm.grpc.engine.VllmEngine, gimbal.v1.Control, health, reflection)."""
-    with _errors_said():
+    with errors_said():
         available = _set_up_devices(devices, MeshConfig(dp, tp), compile_cache)
         from gimbal_jax.model.hf_config import load_config
 
@@ -100,11 +108,93 @@ def serve(
             EngineConfig(limit, page_size, num_pages, max_rows, token_budget, tile, max_queue, exchange),
             DispatchConfig(policy=dispatch),
             QueueConfig(policy=queue),
-            PlacementConfig(policy=placement, window_steps=window_steps, min_gain=min_gain),
+            PlacementConfig(policy=placement, window_steps=window_steps, min_gain=min_gain, smoothing=smoothing),
         )
+        files = _Files(placement_file, dump_counts, save)
         address = (host, port, metrics_port)
-        code = asyncio.run(_serve(model, config, settings, available, dtype, address, drain_timeout, save))
+        code = asyncio.run(_serve(model, config, settings, available, dtype, address, drain_timeout, files))
     raise typer.Exit(code)
+
+
+@app.command()
+def counts(
+    target: Annotated[str, typer.Option(help="HOST:PORT of a server.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.npz", help="File to write.")],
+    total: Annotated[bool, typer.Option("--total", help="Traffic since the start, not of the last window.")] = False,
+) -> None:
+    """Fetch a server's traffic counts and placement into a counts file."""
+    from gimbal_jax.serving.client import GimbalClient
+    from gimbal_jax.serving.client_records import ClientError
+
+    async def fetch() -> None:
+        async with GimbalClient(target) as client:
+            await client.save_counts(out, "total" if total else "window")
+
+    with errors_said():
+        try:
+            asyncio.run(fetch())
+        except ClientError as error:
+            fail(f"{target}: {error}")
+    console.print(f"wrote {out}")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What a server reads and writes beside its checkpoint."""
+
+    placement: Path | None
+    dump_counts: Path | None
+    save: Path | None
+
+
+@app.command()
+def place(
+    counts: Annotated[Path, typer.Option(help="Counts file (.npz) of a server or of your own.")],
+    policy: Annotated[
+        list[str],
+        typer.Option(help=f"Compare this one of {', '.join(ALL_POLICIES)}; give it once for each."),
+    ] = ["gimbal", "gimbal_refined", "eplb"],  # noqa: B006 never changed
+    compare: Annotated[Literal["exact"] | None, typer.Option(help="Solve exactly too, and compare with it.")] = None,
+    window: Annotated[int | None, typer.Option(min=0, help="Window of the file, from 0; else all together.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Compare this many layers only, evenly spaced.")] = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for a layer, for the exact solver.")] = 60.0,
+    alpha: Annotated[float, typer.Option(min=0, help="Weight of communication.")] = PlacementConfig.alpha,
+    beta: Annotated[float, typer.Option(min=0, help="Weight of uneven load.")] = PlacementConfig.beta,
+    gamma: Annotated[float, typer.Option(min=0, help="Weight of moves.")] = PlacementConfig.gamma,
+    load_term: Annotated[LoadTerm, typer.Option(help="How uneven load counts.")] = PlacementConfig.load_term,
+    picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("place.png"),
+    save: Annotated[
+        Path | None, typer.Option(help="Write the last one's placement here, for `serve --placement-file`.")
+    ] = None,
+) -> None:
+    """Compare placement policies on counted traffic, and with the exact answer."""
+    with errors_said():
+        from gimbal_jax import place as placing
+        from gimbal_jax.scheduler.counts_file import load_counts, save_placement
+        from gimbal_jax.scheduler.placement import assign_slots
+
+        file = load_counts(counts)
+        if window is not None:
+            file = placing.one_window(file, window)
+        config = PlacementConfig(alpha=alpha, beta=beta, gamma=gamma, load_term=load_term)
+        if unknown := sorted({*policy} - {*ALL_POLICIES}):
+            raise ValueError(f"--policy {unknown[0]}: must be one of {', '.join(ALL_POLICIES)}")
+        policies = sorted((name for name in ALL_POLICIES if name in policy), key=policy.index)
+        everywhere = [placing.policy_answer(name, file, config) for name in ("static", *policies)]
+        if save is not None:
+            slot_LE = assign_slots(everywhere[-1].rank_LE, file.slot_of_expert_WLE[-1], file.ranks)
+            save_placement(save, slot_LE, {"ranks": file.ranks, "policy": everywhere[-1].name})
+        layer_L = placing.spaced_layers(file, layers)
+        answers = [answer.of_layers(layer_L) for answer in everywhere]
+        exact = None
+        if compare == "exact":
+            with progress_bar("solving") as progress:
+                exact, solver = placing.exact_reference(answers[0].objective, time_limit, progress)
+            console.print(solver)
+        for table in placing.tables(answers, layer_L, exact):
+            Console().print(table)
+        placing.draw([*answers, *([exact] if exact else [])], layer_L, picture)
+    console.print(f"wrote {picture}")
 
 
 @app.command()
@@ -112,7 +202,7 @@ def demo_model(folder: Annotated[Path, typer.Argument(help="Folder to write, mad
     """Write a small Qwen3-MoE checkpoint with skewed routing, in Hugging Face's format."""
     from gimbal_jax.model.demo_model import write_demo_model
 
-    with _errors_said(), console.status("writing the demo model"):
+    with errors_said(), console.status("writing the demo model"):
         write_demo_model(folder)
     console.print(f"wrote {folder}; serve it with: gimbal serve {folder} --devices cpu:4 --dp 2 --tp 2")
 
@@ -127,7 +217,7 @@ def convert(
     dtype: Dtype = "auto",
 ) -> None:
     """Convert a Hugging Face checkpoint to Orbax."""
-    with _errors_said():
+    with errors_said():
         available = _set_up_devices(devices, MeshConfig(dp, tp), None)
         from gimbal_jax.model.hf_config import load_config
         from gimbal_jax.model.orbax_checkpoint import check_target, is_orbax, save_orbax
@@ -154,29 +244,36 @@ async def _serve(
     dtype: str,
     address: tuple[str, int, int | None],
     drain_timeout: float,
-    save: Path | None,
+    paths: _Files,
 ) -> int:
     """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
     from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
     from gimbal_jax.model.sharding import check_mesh
     from gimbal_jax.serving.batch import step_buckets
+    from gimbal_jax.serving.counts_dump import CountsDump
     from gimbal_jax.serving.engine import check_limits
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
     from gimbal_jax.serving.model_files import load_model_files
+    from gimbal_jax.serving.rebalance import move_to
     from gimbal_jax.serving.runner import DeviceRunner
     from gimbal_jax.serving.server import Server
 
     # Everything that can be refused is refused before the weights are read.
-    if save is not None:
-        check_target(save)
+    if paths.save is not None:
+        check_target(paths.save)
     check_mesh(model, config.mesh)
     check_limits(config.engine)
     step_buckets(config.engine, config.mesh.tp)
     dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
     model = replace(model, dtype=dtype)
+    start_LE = _start_placement(paths.placement, model, config.mesh) if paths.placement else None
+    dump = None
+    if paths.dump_counts is not None:
+        meta = {"model": folder.name, "policy": config.placement.policy, "ranks": config.mesh.ranks}
+        dump = CountsDump(paths.dump_counts, time.strftime("%Y%m%d-%H%M%S"), meta)
     weights, slots, mesh = _load(folder, model, config.mesh, devices, dtype)
     runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
-    server = Server(model, config, runner)
+    server = Server(model, config, runner, dump=dump)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -189,8 +286,10 @@ async def _serve(
         loop.add_signal_handler(number, drain)
 
     def warm_up() -> None:
-        with _progress("compiling") as progress:
+        with progress_bar("compiling") as progress:
             runner.warm_up(progress)
+        if start_LE is not None:
+            move_to(runner, start_LE, config)
         console.print("serving")
 
     def ended() -> None:
@@ -211,10 +310,24 @@ async def _serve(
     if server.state == "failed":
         console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
         return 1
-    if save is not None:
+    if paths.save is not None:
         with console.status("writing the checkpoint"):
-            save_orbax(save, folder, runner.weights, runner.slot_of_expert_LE)
+            save_orbax(paths.save, folder, runner.weights, runner.slot_of_expert_LE)
     return 0
+
+
+def _start_placement(path: Path, model: ModelConfig, mesh: MeshConfig) -> np.ndarray:
+    from gimbal_jax.scheduler.counts_file import load_placement
+
+    slot_of_expert_LE, ranks = load_placement(path)
+    shape = len(model.moe_layers), model.num_experts
+    if slot_of_expert_LE.shape != shape or ranks != mesh.ranks:
+        (layers, experts), found = shape, slot_of_expert_LE.shape
+        wanted = f"{layers} layers of {experts} experts on {mesh.ranks} ranks"
+        raise ValueError(
+            f"{path}: its placement is of {found[0]} layers of {found[1]} experts on {ranks} ranks, not {wanted}"
+        )
+    return slot_of_expert_LE
 
 
 def _load(
@@ -225,7 +338,7 @@ def _load(
     from gimbal_jax.model.sharding import make_mesh
 
     mesh = make_mesh(mesh_config, devices)
-    with _progress("loading") as progress:
+    with progress_bar("loading") as progress:
         return *load_weights(folder, model, mesh, dtype, progress), mesh
 
 
@@ -251,29 +364,3 @@ def _set_up_devices(devices: str, mesh: MeshConfig, compile_cache: Path | None) 
         wanted = f"dp * tp = {mesh.ranks} devices are needed and there are {len(available)} ({available[0].platform})"
         raise ValueError(f"{wanted}; for virtual CPU devices: --devices cpu:{mesh.ranks}")
     return available
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _errors_said() -> Iterator[None]:
-    """Errors that the user can mend are one line, not a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    except RuntimeError as error:
-        if "address" not in str(error).lower():  # gRPC's for a port that is taken
-            raise
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    console.print(Text.assemble(("error: ", "red"), message))
-    raise typer.Exit(2)

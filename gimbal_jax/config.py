@@ -9,15 +9,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-DispatchPolicy = Literal["gimbal", "round_robin", "vllm_classic"]
-QueuePolicy = Literal["sjf_aging", "fcfs"]
-PlacementPolicy = Literal["gimbal", "eplb", "static"]
+DispatchPolicy = Literal[
+    "gimbal",
+    "late",
+    "round_robin",
+    "power_of_two",
+    "vllm_classic",
+    "vllm_0_33",
+    "sglang_total_tokens",
+    "tpu_inference",
+]
+PressureForm = Literal["sum", "max"]
+QueuePolicy = Literal["sjf_aging", "fcfs", "hrrn", "priority"]
+PlacementPolicy = Literal["gimbal", "gimbal_refined", "gimbal_uncalibrated", "eplb", "static"]
+OfflinePolicy = Literal["moetuner", "sem_moe"]
+"""Policies that need a profile, not a window: for ``gimbal place``."""
+LoadTerm = Literal["square", "max"]
 Exchange = Literal["gather", "sparse"]
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request can ask for; the step always computes as many."""
 MAX_STOP_IDS = 16
 """Most stop token ids of one request, the model's own end tokens included."""
+MAX_PRIORITY = 100
+"""Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY; lower runs first."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,8 @@ class DispatchConfig:
     lambda_kv: float = 1.0
     lambda_moe: float = 1.0
     """Weights of KV use and of excess expert pressure in the score, each times the token budget."""
+    expert_pressure: PressureForm = "sum"
+    """Pressure of an engine's ranks: what they process together, or what the fullest of them does, layer by layer."""
     close_scores: float = 0.37
     """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
 
@@ -132,14 +149,14 @@ class QueueConfig:
 
     policy: QueuePolicy = "sjf_aging"
     aging_s: float = 5.0
-    """A request that waited longer goes before all younger ones."""
+    """A request that waited longer goes before all younger ones (``sjf_aging``; ``priority``: of its priority)."""
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
     """Which rank holds each expert (paper 5), and how fast experts move.
 
-    ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves (see ``placement_cost_L``).
+    ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves (see ``Objective``).
     The defaults were chosen on skewed synthetic windows: the first rebalance evens the load and
     brings experts closer to their sources, and the next ones move few. tests/scheduler/test_placement.py
     holds them to that. The paper's (1, 0.0025, 1) is for another normalisation; here it leaves the
@@ -150,12 +167,18 @@ class PlacementConfig:
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 0.1
+    load_term: LoadTerm = "square"
+    """How uneven rank loads count: by the mean square of their deviations, or by the fullest rank alone."""
     min_gain: float = 0.02
     """A new placement is applied only if it lowers the objective by more than this share.
 
     The noise of a short window promises a gain too, of a few percent: below it moves chase noise."""
     window_steps: int = 200
     """Steps over which traffic is counted before each decision."""
+    smoothing: float = 0.0
+    """Weight, from 0 to below 1, that earlier traffic keeps from one window to the next when a policy decides.
+
+    0 decides by the last window alone."""
     rows_per_pair: int = 2
     """Experts that one migration call may move from any rank to any other."""
     migrate_bytes_per_tick: int = 64 * 2**20

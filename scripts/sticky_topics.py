@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol, get_args
+from typing import Annotated, Protocol
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ CONFIG = ServerConfig(
     placement=PlacementConfig(window_steps=10**9),
 )
 ENGINES = CONFIG.mesh.dp
-POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
+POLICIES: tuple[PlacementPolicy, ...] = ("gimbal", "eplb", "static")
 TOPICS_STICK = {"sticky": True, "mixed": False}
 PROMPT_WORDS, OUTPUT_TOKENS = 48, 16
 

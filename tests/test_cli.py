@@ -1,5 +1,7 @@
 """The ``gimbal`` command: help, conversion, and errors of one line with exit code 2."""
 
+import asyncio
+import functools
 import shutil
 from pathlib import Path
 
@@ -15,10 +17,12 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
+from gimbal_jax.scheduler.counts_file import load_counts, save_placement
+from tests.serving.fake_server import FakeCore, running_server
 
 GOLDENS = Path(__file__).parent / "goldens"
 BASE = GOLDENS / "base"
-COMMANDS = ("serve", "demo-model", "convert")
+COMMANDS = ("serve", "counts", "place", "demo-model", "convert")
 
 
 def gimbal(*arguments: object) -> Result:
@@ -73,6 +77,19 @@ def test_demo_model_writes_a_folder_that_can_be_converted(tmp_path):
     assert (tmp_path / "orbax" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize(("option", "factor"), [((), 1), (("--total",), 10)])
+def test_counts_of_a_running_server_become_a_file(tmp_path, option, factor):
+    async def main(core: FakeCore) -> Result:
+        async with asyncio.timeout(20), running_server(core) as (_, port, *_):
+            return await asyncio.to_thread(gimbal, "counts", "--target", f"127.0.0.1:{port}", path, *option)
+
+    path = tmp_path / "window.npz"
+    with FakeCore() as core:
+        result = asyncio.run(main(core))
+    assert (result.exit_code, result.stderr.strip()) == (0, f"wrote {path}")
+    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().window_counts_LSE * factor)
+
+
 def test_help_names_every_command_and_says_what_every_option_does():
     listed = gimbal("--help").stdout
     group = typer.main.get_command(app)
@@ -113,14 +130,28 @@ ERRORS = {
     "source converted": (("convert", "{converted}", "{tmp}/new"), "{converted} is an Orbax checkpoint already"),
     "target is a file": (("convert", BASE, BASE / "config.json"), "config.json"),
     "too long": (("serve", BASE, "--max-model-len", 257), "--max-model-len 257 is beyond the model's 256 positions"),
+    "no placement file": (("serve", BASE, "--placement-file", "{tmp}/none.npz"), "{tmp}/none.npz"),
+    "another file": (
+        ("serve", BASE, "--placement-file", BASE / "config.json"),
+        "config.json is no .npz file of arrays",
+    ),
+    "another model's placement": (
+        ("serve", BASE, "--placement-file", "{placement}"),
+        "its placement is of 3 layers of 4 experts on 2 ranks, not 3 layers of 8 experts on 1 ranks",
+    ),
+    "dump folder": (("serve", BASE, "--dump-counts", BASE / "config.json"), "config.json"),
+    "no server": (("counts", "--target", "127.0.0.1:1", "{tmp}/new"), "127.0.0.1:1: "),
     "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] holds no config.json"),
 }
 
 
 @pytest.mark.parametrize("arguments,message", ERRORS.values(), ids=ERRORS)
 def test_errors_are_one_line_with_exit_code_2(tmp_path, converted, arguments, message):
+    save_placement(tmp_path / "placement.npz", np.tile(np.arange(4), (3, 1)), {"ranks": 2})
+    places = {"{tmp}": tmp_path, "{converted}": converted, "{placement}": tmp_path / "placement.npz"}
+
     def filled(text: object) -> str:
-        return str(text).replace("{tmp}", str(tmp_path)).replace("{converted}", str(converted))
+        return functools.reduce(lambda said, place: said.replace(place[0], str(place[1])), places.items(), str(text))
 
     result = gimbal(*map(filled, arguments))
     assert result.exit_code == 2

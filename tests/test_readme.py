@@ -76,6 +76,6 @@ def test_metrics_exist():
         return list(StatusCollector(FakeCore(), Frontend(FakeCore(), time.monotonic)).collect())
 
     names = {family.name + "_total" * (family.type == "counter") for family in asyncio.run(families())}
-    named = set(re.findall(r"`(gimbal_[a-z_]+)`", README)) - {"gimbal_jax"}
+    named = set(re.findall(r"`(gimbal_[a-z_]+)`", README)) - {"gimbal_jax", *get_args(PlacementPolicy)}
     assert "gimbal_remote_share" in named
     assert named <= names

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import numpy as np
 
-from gimbal_jax.config import PlacementConfig
+from gimbal_jax.scheduler.objective import Objective
 
 _TIE = 1e-12
 """Scores this close are equal: far above rounding error, far below what one token changes."""
 
 
-def greedy_rank_LE(counts_LSE: np.ndarray, old_rank_LE: np.ndarray, ranks: int, config: PlacementConfig) -> np.ndarray:
-    """Rank of each expert for the window's traffic, coming from ``old_rank_LE``; E / R experts per rank.
+def greedy_rank_LE(objective: Objective) -> np.ndarray:
+    """Rank of each expert, E / R experts on each rank.
 
-    The score of expert e on rank r is what the choice adds to ``placement_cost_L``, less what is
-    the same on every rank: ``alpha`` * e's remote tokens / all tokens + ``beta`` * w * (2 * p_r + w) / R
-    + ``gamma`` / E if r is not e's rank today.
+    The score of expert e on rank r is what the choice adds to the objective, less what is the
+    same on every rank: ``fixed_LER`` + ``beta`` times
+    w * (2 * p_r + w) / R for the load term "square", max(p_1, .., p_r + w, .., p_R) for "max".
     w is e's load in units of the mean rank load. p_r is the projected load of r in the same unit:
     experts already chosen count where they go, those still to come where they are today, e itself
     nowhere. Projecting from the placement in force is ours: from empty ranks, several times as many
     experts move for the same balance. Ties: stay, then the rank that has fewer experts so far.
     """
-    layers, sources, experts = counts_LSE.shape
-    rank_R = np.arange(ranks)
-    total_L1 = np.maximum(counts_LSE.sum(axis=(1, 2)), 1)[:, None]
-    load_LE = counts_LSE.sum(axis=1)
-    own_LER = np.repeat(counts_LSE.transpose(0, 2, 1), ranks // sources, axis=2)
-    comm_LER = (load_LE[:, :, None] - own_LER) / total_L1[:, :, None]
-    moves_LER = old_rank_LE[:, :, None] != rank_R
-    fixed_LER = config.alpha * comm_LER + config.gamma * moves_LER / experts
-    weight_LE = load_LE * ranks / total_L1
+    beta, ranks = objective.config.beta, objective.ranks
+    old_rank_LE, weight_LE, fixed_LER = objective.old_rank_LE, objective.weight_LE, objective.fixed_LER
+    layers, experts = weight_LE.shape
 
     layer_L = np.arange(layers)
-    projected_LR = np.einsum("le,ler->lr", weight_LE, ~moves_LER)
+    projected_LR = objective.load_LR(old_rank_LE)
     held_LR = np.zeros((layers, ranks), dtype=np.int64)
     rank_LE = np.empty_like(old_rank_LE)
-    for expert_L in np.argsort(-load_LE, axis=1, kind="stable").T:
-        weight_L = weight_LE[layer_L, expert_L]
-        moves_LR = moves_LER[layer_L, expert_L]
-        projected_LR[layer_L, old_rank_LE[layer_L, expert_L]] -= weight_L
-        load_term_LR = weight_L[:, None] * (2 * projected_LR + weight_L[:, None]) / ranks
-        score_LR = fixed_LER[layer_L, expert_L] + config.beta * load_term_LR
+    for expert_L in np.argsort(-weight_LE, axis=1, kind="stable").T:
+        weight_L1 = weight_LE[layer_L, expert_L][:, None]
+        moves_LR = old_rank_LE[layer_L, expert_L][:, None] != np.arange(ranks)
+        projected_LR -= weight_L1 * ~moves_LR
+        match objective.config.load_term:
+            case "square":
+                load_LR = weight_L1 * (2 * projected_LR + weight_L1) / ranks
+            case "max":
+                load_LR = np.maximum(projected_LR + weight_L1, projected_LR.max(axis=1, keepdims=True))
+        score_LR = fixed_LER[layer_L, expert_L] + beta * load_LR
         score_LR[held_LR == experts // ranks] = np.inf
         tied_LR = score_LR <= score_LR.min(axis=1, keepdims=True) + _TIE
         choice_L = np.where(tied_LR, held_LR + experts * moves_LR, np.inf).argmin(axis=1)
         rank_LE[layer_L, expert_L] = choice_L
-        projected_LR[layer_L, choice_L] += weight_L
+        projected_LR[layer_L, choice_L] += weight_L1[:, 0]
         held_LR[layer_L, choice_L] += 1
     return rank_LE

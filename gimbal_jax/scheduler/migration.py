@@ -1,4 +1,4 @@
-"""From one placement of a layer to another in rounds, each of which leaves a consistent table."""
+"""From one placement to another: what moves, and in which rounds, each of which leaves a consistent table."""
 
 from __future__ import annotations
 
@@ -28,9 +28,38 @@ class Round:
     """The layer's table after the round."""
 
 
-def moved_experts(old_slot: np.ndarray, new_slot: np.ndarray, ranks: int) -> int:
-    """Experts whose rank changes, of one layer [E] or of all [L, E]."""
-    return int((rank_of_expert(old_slot, ranks) != rank_of_expert(new_slot, ranks)).sum())
+@dataclass(frozen=True, eq=False)
+class Migration:
+    """What is different in a new placement. M: experts that get another slot, by layer and expert."""
+
+    layer_M: np.ndarray
+    expert_M: np.ndarray
+    src_slot_M: np.ndarray
+    dst_slot_M: np.ndarray
+    src_rank_M: np.ndarray
+    dst_rank_M: np.ndarray
+
+    @property
+    def experts_moved(self) -> int:
+        """Experts that change rank; a change of slot within a rank is no move."""
+        return int((self.src_rank_M != self.dst_rank_M).sum())
+
+    @property
+    def layers(self) -> np.ndarray:
+        """MoE layers whose table changes, rising."""
+        return np.unique(self.layer_M)
+
+    def sent_bytes(self, expert_bytes: int) -> int:
+        """Bytes that leave their rank, with ``expert_bytes`` for the weights of one expert of one layer."""
+        return self.experts_moved * expert_bytes
+
+
+def migration_between(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, ranks: int) -> Migration:
+    """What turns the old placement into the new one."""
+    layer_M, expert_M = np.nonzero(old_slot_LE != new_slot_LE)
+    changes = layer_M, expert_M
+    old_rank_LE, new_rank_LE = rank_of_expert(old_slot_LE, ranks), rank_of_expert(new_slot_LE, ranks)
+    return Migration(*changes, old_slot_LE[changes], new_slot_LE[changes], old_rank_LE[changes], new_rank_LE[changes])
 
 
 def plan_rounds(

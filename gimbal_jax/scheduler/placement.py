@@ -6,15 +6,17 @@ A placement is ``slot_of_expert_LE`` (int32): per MoE layer a permutation of E s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.eplb import packed_rank_LE
 from gimbal_jax.scheduler.greedy import greedy_rank_LE
-from gimbal_jax.scheduler.migration import moved_experts
-from gimbal_jax.scheduler.objective import placement_cost_L
+from gimbal_jax.scheduler.migration import migration_between
+from gimbal_jax.scheduler.objective import window_objective
+from gimbal_jax.scheduler.refined import refined_rank_LE
+from gimbal_jax.scheduler.relabel import fewest_moves_rank_LE
 from gimbal_jax.scheduler.traffic import rank_of_expert
 
 
@@ -37,37 +39,56 @@ def static_placement(layers: int, experts: int, ranks: int) -> np.ndarray:
 
     Raises ValueError where the experts do not divide over the ranks.
     """
+    _check_split(experts, ranks)
+    return np.tile(np.arange(experts, dtype=np.int32), (layers, 1))
+
+
+def _check_split(experts: int, ranks: int) -> None:
     if experts % ranks:
         possible = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ValueError(f"{experts} experts cannot be split over {ranks} ranks (dp * tp); possible: {possible}")
-    return np.tile(np.arange(experts, dtype=np.int32), (layers, 1))
+
+
+def policy_weights(config: PlacementConfig) -> PlacementConfig:
+    """The configuration with the weights that its policy goes by: (1, 1, 1) for ``gimbal_uncalibrated`` (paper 7.2)."""
+    return replace(config, alpha=1.0, beta=1.0, gamma=1.0) if config.policy == "gimbal_uncalibrated" else config
 
 
 def propose(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int, config: PlacementConfig) -> Proposal:
     """Decide by ``config.policy`` from one window's traffic and the placement in force.
 
-    ``gimbal`` applies only what lowers the objective by more than ``min_gain``, ``eplb``
-    whatever differs, ``static`` nothing. A layer without traffic keeps its placement.
+    The gimbal policies change only layers whose cost falls, and apply only what lowers the whole
+    objective by more than ``min_gain``; ``eplb`` applies whatever differs, ``static`` nothing.
+    A layer without traffic keeps its placement.
+    Raises ValueError where the experts do not divide over the ranks, or the ranks over the sources.
     """
-    before_L = placement_cost_L(counts_LSE, slot_of_expert_LE, slot_of_expert_LE, ranks, config)
-    old_rank_LE = rank_of_expert(slot_of_expert_LE, ranks)
+    _check_split(slot_of_expert_LE.shape[1], ranks)
+    sources = counts_LSE.shape[1]
+    if ranks % sources:
+        raise ValueError(f"{ranks} ranks cannot be split over {sources} sources")
+    config = policy_weights(config)
+    objective = window_objective(counts_LSE, slot_of_expert_LE, ranks, config)
+    old_rank_LE = objective.old_rank_LE
     match config.policy:
         case "static":
             rank_LE = old_rank_LE
         case "eplb":
             rank_LE = packed_rank_LE(counts_LSE.sum(axis=1), ranks)
-        case "gimbal":
-            rank_LE = greedy_rank_LE(counts_LSE, old_rank_LE, ranks, config)
+        case "gimbal" | "gimbal_uncalibrated":
+            rank_LE = greedy_rank_LE(objective)
+        case "gimbal_refined":
+            rank_LE = refined_rank_LE(objective)
+    rank_LE = fewest_moves_rank_LE(rank_LE, old_rank_LE, ranks, sources)
+
+    before_L = objective.cost_L(old_rank_LE)
+    change_L = counts_LSE.any(axis=(1, 2))
+    if config.policy != "eplb":
+        change_L &= objective.cost_L(rank_LE) < before_L
+    rank_LE = np.where(change_L[:, None], rank_LE, old_rank_LE)
     new_slot_LE = assign_slots(rank_LE, slot_of_expert_LE, ranks)
 
-    change_L = counts_LSE.any(axis=(1, 2))
-    if config.policy == "gimbal":
-        change_L &= placement_cost_L(counts_LSE, new_slot_LE, slot_of_expert_LE, ranks, config) < before_L
-    new_slot_LE = np.where(change_L[:, None], new_slot_LE, slot_of_expert_LE)
-
-    before = float(before_L.mean())
-    after = float(placement_cost_L(counts_LSE, new_slot_LE, slot_of_expert_LE, ranks, config).mean())
-    moved = moved_experts(slot_of_expert_LE, new_slot_LE, ranks)
+    before, after = float(before_L.mean()), float(objective.cost_L(rank_LE).mean())
+    moved = migration_between(slot_of_expert_LE, new_slot_LE, ranks).experts_moved
     apply, reason = _verdict(bool(counts_LSE.any()), moved, before, after, config)
     return Proposal(new_slot_LE, before, after, moved, apply, reason)
 

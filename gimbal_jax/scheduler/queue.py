@@ -1,20 +1,45 @@
-"""Which waiting request an engine runs first (paper 4.4, algorithm 2)."""
+"""Which request an engine runs first (paper 4.4, algorithm 2), and the baselines."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
 from gimbal_jax.config import QueueConfig
 
 
-def queue_key(
-    config: QueueConfig, arrival: float, remaining_prefill_tokens: int, now: float
-) -> tuple[Literal[0], float] | tuple[Literal[1], int, float]:
-    """Sort key of a waiting request at ``now``, smallest first; keys change with time, so sort every step anew.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the order may depend on: a request with prefill left, started or not."""
 
-    ``sjf_aging``: requests that waited longer than ``aging_s`` in order of arrival, then the
-    shortest remaining prefill. ``fcfs``: order of arrival.
+    arrival: float
+    prefill_tokens: int
+    """Tokens that it still has to prefill; what a prefix cache holds does not count."""
+    waited_tokens: int = 0
+    """Prefill tokens that its queue has processed, of whatever request, since it joined."""
+    priority: int = 0
+    """The user's; lower runs first."""
+
+
+def queue_key(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:
+    """Sort key of a request at ``now``, smallest first; keys change with time, so sort every step anew.
+
+    ``sjf_aging`` (paper 4.4): requests that waited longer than ``aging_s`` in order of arrival, then
+    the shortest prefill. ``fcfs``: order of arrival. ``hrrn``: highest response ratio next, where the
+    time waited and the own length are both counted in prefill tokens, so that the speed of the
+    machine cancels out. ``priority``: the user's priority, and ``sjf_aging`` within it (ours).
     """
-    if config.policy == "fcfs" or now - arrival > config.aging_s:
-        return (0, arrival)
-    return (1, remaining_prefill_tokens, arrival)
+    match config.policy:
+        case "fcfs":
+            return (job.arrival,)
+        case "hrrn":
+            return (-job.waited_tokens / max(1, job.prefill_tokens), job.arrival)
+        case "sjf_aging":
+            return _sjf_aging(config, job, now)
+        case "priority":
+            return (job.priority, *_sjf_aging(config, job, now))
+
+
+def _sjf_aging(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:
+    if now - job.arrival > config.aging_s:
+        return (0, job.arrival)
+    return (1, job.prefill_tokens, job.arrival)

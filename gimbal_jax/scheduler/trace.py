@@ -26,3 +26,24 @@ class Trace:
     """Q_d: expert tokens per step on the ranks of this engine, in token equivalents."""
     running_requests: int
     waiting_requests: int
+    kv_tokens: int
+    """Tokens of running requests whose keys and values are in the KV cache."""
+    waiting_tokens: int
+    """Lengths of the waiting requests, whether or not their tokens are cached."""
+
+
+def idle_trace(engine: int, time: float = 0.0) -> Trace:
+    """Trace of an engine that has seen no request."""
+    return Trace(
+        engine,
+        time,
+        seen=0,
+        running_prefill_tokens=0,
+        waiting_prefill_tokens=0,
+        kv_use=0.0,
+        expert_pressure=0.0,
+        running_requests=0,
+        waiting_requests=0,
+        kv_tokens=0,
+        waiting_tokens=0,
+    )

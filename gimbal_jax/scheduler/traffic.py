@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gimbal_jax.config import PressureForm
+
 
 def rank_of_expert(slot_of_expert: np.ndarray, ranks: int) -> np.ndarray:
     """Rank that holds each expert; ``slot_of_expert`` is [E] or [L, E], and so is the answer."""
@@ -35,6 +37,40 @@ def imbalance_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: in
     return np.where(total_L > 0, load_LR.max(axis=1) * ranks / np.maximum(total_L, 1), 1.0)
 
 
+def balancedness_vllm(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> float:
+    """vLLM's balancedness: sum over layers of the mean rank load over that of the fullest rank's; 0.0 without traffic.
+
+    The rule of its EPLB log (vllm/distributed/eplb/eplb_state.py), which applies it to one step. Layers
+    weigh by their fullest rank.
+    """
+    load_LR = rank_load_LR(counts_LSE, slot_of_expert_LE, ranks)
+    fullest = load_LR.max(axis=1).sum()
+    return float(load_LR.mean(axis=1).sum() / fullest) if fullest > 0 else 0.0
+
+
+def balancedness_sglang(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> float:
+    """SGLang's balancedness: mean over layers of (mean rank load + 1e-5) / (fullest rank's + 1e-5).
+
+    The rule of its expert distribution log (sglang/srt/eplb/expert_distribution.py), which applies it to
+    one step. All layers weigh alike; one without traffic counts as balanced.
+    """
+    load_LR = rank_load_LR(counts_LSE, slot_of_expert_LE, ranks)
+    return float(((load_LR.mean(axis=1) + 1e-5) / (load_LR.max(axis=1) + 1e-5)).mean())
+
+
+def merge_windows(counts_WLSE: np.ndarray) -> np.ndarray:
+    """The windows as one, counts_LSE. Counts are by logical expert, so placements in between do not matter."""
+    return counts_WLSE.sum(axis=0)
+
+
+def smooth_windows(earlier_LSE: np.ndarray, window_LSE: np.ndarray, smoothing: float) -> np.ndarray:
+    """The window plus ``smoothing`` times the sum of earlier ones, itself smoothed: exponential decay by window.
+
+    0 gives the window itself; then counts stay integers.
+    """
+    return window_LSE + smoothing * earlier_LSE if smoothing else window_LSE
+
+
 def remote_tokens_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
     """Expert tokens processed outside their source's own ranks, per layer."""
     layers, sources, _ = counts_LSE.shape
@@ -50,13 +86,21 @@ def remote_share(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: i
 
 
 def expert_pressure_S(
-    counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int, steps: int, experts_per_token: int
+    counts_LSE: np.ndarray,
+    slot_of_expert_LE: np.ndarray,
+    ranks: int,
+    steps: int,
+    experts_per_token: int,
+    form: PressureForm = "sum",
 ) -> np.ndarray:
     """Q of each engine (paper 4.1 and 6): expert tokens per step on its ranks, in token equivalents.
 
-    Dividing by layers times experts per token is ours: a token routed to its own engine
-    in every layer then weighs 1. Zeros when no step was counted.
+    ``sum`` adds up the engine's ranks. ``max`` (ours) takes the fullest of them in each layer, for
+    which the others wait; an engine whose tp ranks are even has 1 / tp of its sum. Dividing by
+    layers times experts per token is ours: a token routed to its own engine in every layer then
+    weighs 1. Zeros when no step was counted.
     """
     layers, sources, _ = counts_LSE.shape
     load_LST = rank_load_LR(counts_LSE, slot_of_expert_LE, ranks).reshape(layers, sources, ranks // sources)
-    return load_LST.sum(axis=(0, 2)) / (max(steps, 1) * layers * experts_per_token)
+    load_LS = load_LST.max(axis=2) if form == "max" else load_LST.sum(axis=2)
+    return load_LS.sum(axis=0) / (max(steps, 1) * layers * experts_per_token)

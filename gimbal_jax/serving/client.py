@@ -7,11 +7,13 @@ async with GimbalClient("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
 import zipfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import grpc
@@ -21,20 +23,21 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from gimbal_jax.scheduler.counts_file import save_counts
+from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.client_records import (
     ERRORS,
     Chunk,
     ClientError,
     Decisions,
-    DispatchRecord,
     Placement,
     ServerStatus,
     Traces,
     record_of,
 )
 from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc
-from gimbal_jax.serving.request import TokenLogprobs
+from gimbal_jax.serving.request import PRIORITY_KEY, TokenLogprobs
 from gimbal_jax.serving.status import PlacementRecord
 from gimbal_jax.serving.tokenizer import FILES, Tokenizer
 
@@ -79,12 +82,13 @@ class GimbalClient:
         stream: bool = True,
         request_id: str = "",
         engine: int | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Yield chunks, the last with a finish_reason; one chunk in all if not ``stream``.
 
-        The prompt is a text or token ids. ``engine`` pins the request to one. Leaving
-        the iteration (``aclose``) cancels the request.
+        The prompt is a text or token ids. ``engine`` pins the request to one. Lower
+        ``priority`` runs first, where the server orders by it. Leaving the iteration (``aclose``) cancels the request.
         """
         if (prompt is None) == (token_ids is None):
             raise ValueError("give either prompt or token_ids")
@@ -108,7 +112,8 @@ class GimbalClient:
             data_parallel_rank=engine,
         )
         decode = _no_text if prompt is None else (await self.tokenizer()).decoder()
-        call = self.engine.Generate(request, timeout=timeout_s)
+        metadata = ((PRIORITY_KEY, str(priority)),) if priority else None
+        call = self.engine.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             with _client_errors():
                 async for response in call:
@@ -159,10 +164,17 @@ class GimbalClient:
         shape = response.layers, response.sources, response.experts
         return np.array(response.counts_LSE, np.int64).reshape(shape)
 
+    async def save_counts(self, path: Path, scope: Literal["window", "total"] = "window") -> None:
+        """Write ``counts`` to a counts file, with the placement in force now. Raises OSError where it cannot."""
+        counts_LSE, placement, status = await asyncio.gather(self.counts(scope), self.placement(), self.status())
+        meta = {"ranks": placement.ranks, "scope": scope, "step": status.step, "time": status.now}
+        save_counts(path, counts_LSE, placement.slot_of_expert_LE, meta)
+
     async def traces(self) -> Traces:
         with _client_errors():
             response = await self.control.GetTraces(control_pb2.GetTracesRequest())
-        return Traces(response.now, tuple(record_of(Trace, trace) for trace in response.traces))
+        traces = tuple(record_of(Trace, trace) for trace in response.traces)
+        return Traces(response.now, traces, response.central_queue)
 
     async def decisions(self, last: int = 0) -> Decisions:
         """The ``last`` dispatch decisions (0: all that are kept), and the last placement decisions."""
@@ -170,7 +182,7 @@ class GimbalClient:
             response = await self.control.GetDecisions(control_pb2.GetDecisionsRequest(last=last))
         return Decisions(
             response.now,
-            tuple(record_of(DispatchRecord, record) for record in response.dispatches),
+            tuple(_dispatch_record(record) for record in response.dispatches),
             tuple(record_of(PlacementRecord, record) for record in response.placements),
         )
 
@@ -191,6 +203,11 @@ def _client_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise ERRORS.get(error.code(), ClientError)(error.code(), error.details() or "") from error
+
+
+def _dispatch_record(record: control_pb2.Dispatch) -> DispatchRecord:
+    terms = {term.name: tuple(term.values_S) for term in record.terms}
+    return DispatchRecord(record.request_id, record.time, Decision(record.engine, record.rule, terms))
 
 
 def _no_text(token_ids: Sequence[int]) -> str:

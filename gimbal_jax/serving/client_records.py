@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
+from gimbal_jax.scheduler.dispatch import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.request import TokenLogprobs
 from gimbal_jax.serving.status import PlacementRecord
@@ -88,18 +89,8 @@ class Traces:
     now: float
     """Seconds on the server's monotonic clock, as all times of traces and decisions."""
     traces: tuple[Trace, ...]
-
-
-@dataclass(frozen=True)
-class DispatchRecord:
-    """One dispatch decision and the rule that made it."""
-
-    request_id: str
-    time: float
-    engine: int
-    rule: str
-    scores_S: tuple[float, ...]
-    """Empty where the rule needs no scores."""
+    central_queue: int
+    """Requests that have no engine yet."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +118,7 @@ class ServerStatus:
     compiles_after_warmup: int
     last_rebalance: float | None
     active_requests: int
+    central_queue: int
 
 
 def record_of[T](cls: type[T], message: Message) -> T:

@@ -52,20 +52,20 @@ class ControlService(pb_grpc.ControlServicer):
 
     async def GetTraces(self, request: pb.GetTracesRequest, context: Context) -> pb.GetTracesResponse:
         traces = [pb.Trace(**asdict(trace)) for trace in self._core.traces]
-        return pb.GetTracesResponse(now=self._frontend.clock(), traces=traces)
+        return pb.GetTracesResponse(now=self._frontend.clock(), traces=traces, central_queue=self._core.central_queue)
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.GetDecisionsResponse:
         recent = self._frontend.dispatcher.recent
         skipped = max(0, len(recent) - request.last) if request.last else 0
         dispatches = [
             pb.Dispatch(
-                request_id=request_id,
-                time=time,
-                engine=decision.engine,
-                rule=decision.rule,
-                scores_S=decision.scores_S,
+                request_id=record.request_id,
+                time=record.time,
+                engine=record.decision.engine,
+                rule=record.decision.rule,
+                terms=[pb.Term(name=name, values_S=values_S) for name, values_S in record.decision.terms.items()],
             )
-            for request_id, time, decision in itertools.islice(recent, skipped, None)
+            for record in itertools.islice(recent, skipped, None)
         ]
         placements = [pb.Placement(**asdict(record)) for record in (await self._status()).placements]
         return pb.GetDecisionsResponse(now=self._frontend.clock(), dispatches=dispatches, placements=placements)
@@ -85,6 +85,7 @@ class ControlService(pb_grpc.ControlServicer):
             compiles_after_warmup=status.compiles_after_warmup,
             last_rebalance=status.last_rebalance,
             active_requests=self._frontend.active,
+            central_queue=self._core.central_queue,
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceResponse:

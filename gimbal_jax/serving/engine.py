@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.queue import queue_key
+from gimbal_jax.scheduler.late import Room
+from gimbal_jax.scheduler.queue import Job, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.pages import PageAllocator
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
@@ -44,6 +45,8 @@ class Sequence:
     prefill_end: int
     """Tokens to compute before it decodes: its length when it last joined the queue."""
     pages: np.ndarray
+    joined: int
+    """Prefill tokens that its queue had processed when it joined; see ``Job.waited_tokens``."""
     num_pages: int = 0
     """``pages[:num_pages]`` are its own; the rest is room."""
     computed: int = 0
@@ -58,15 +61,15 @@ class Sequence:
         return self.length - len(self.request.prompt)
 
     @property
-    def age(self) -> tuple[float, int]:
-        """Order of arrival."""
-        return self.request.arrival, self.request.sequence
+    def age(self) -> tuple[int, float, int]:
+        """Order of arrival among requests of one priority; what comes last is preempted first."""
+        return self.request.priority, self.request.arrival, self.request.sequence
 
 
 class Engine:
     """Queue, running sequences and pages of engine ``index``. Not thread-safe: the engine thread owns it.
 
-    Every request ends: the oldest running sequence always gets its page, a preempted one keeps its output,
+    Every request ends: the first running sequence by ``age`` always gets its page, a preempted one keeps its output,
     and one that is let in has the pages for its whole prefill and the token after it.
     """
 
@@ -75,6 +78,8 @@ class Engine:
         self.index = index
         self.tokens_computed = 0
         """Tokens that went through the model since start, recomputed ones included."""
+        self.prefill_tokens = 0
+        """Those of them that were prefill."""
         self.preemptions = 0
         self._config = config
         self._queue = queue
@@ -96,16 +101,19 @@ class Engine:
     def free_pages(self) -> int:
         return self._pages.available
 
-    def add(self, request: Request) -> None:
-        """Queue a request. How many may wait is the server's business: preempted ones must always fit."""
+    def add(self, request: Request, waited_tokens: int = 0) -> None:
+        """Queue a request that waited ``waited_tokens`` elsewhere (see ``Job``).
+
+        How many may wait is the server's business: preempted ones must always fit.
+        """
         prompt_tokens, limit = len(request.prompt), max_sequence_tokens(self._config)
         assert 0 < prompt_tokens < limit and request.sampling.max_tokens > 0, "the frontend refuses such requests"
         assert request.id not in self._waiting and request.id not in self._running, "request ids are unique"
         tokens = np.zeros(min(limit, prompt_tokens + request.sampling.max_tokens), np.int32)
         tokens[:prompt_tokens] = request.prompt
-        self._waiting[request.id] = Sequence(
-            request, tokens, prompt_tokens, prompt_tokens, np.zeros(self._pages_for(len(tokens)), np.int32)
-        )
+        pages = np.zeros(self._pages_for(len(tokens)), np.int32)
+        joined = self.prefill_tokens - waited_tokens
+        self._waiting[request.id] = Sequence(request, tokens, prompt_tokens, prompt_tokens, pages, joined)
         self._seen = max(self._seen, request.sequence)
 
     def cancel(self, request_id: str) -> bool:
@@ -126,7 +134,7 @@ class Engine:
     def schedule(self, now: float) -> Plan:
         """Choose this step's work: a token for every sequence that decodes, then prefill in queue order.
 
-        Takes the pages that the work needs, preempting the youngest sequences where none is free.
+        Takes the pages that the work needs, preempting where none is free: the youngest of the lowest priority first.
         """
         preemptions = self.preemptions
         decode = self._schedule_decode()
@@ -135,12 +143,28 @@ class Engine:
         prefill, tiles = self._schedule_prefill(now, len(decode), admit)
         return Plan(decode, prefill, tiles)
 
+    def room(self) -> Room:
+        """What ``schedule`` could let in now beside what it has, if nothing happens in between."""
+        running = self._running.values()
+        decoding = [sequence for sequence in running if not sequence.prefill_left]
+        wanted = sum(max(0, self._pages_for(sequence.length) - sequence.num_pages) for sequence in decoding)
+        free_pages = self._pages.available - wanted
+        # A step that preempts lets nothing in, and who was preempted comes first.
+        closed = free_pages < 0 or self._waiting
+        return Room(
+            decode_rows=len(decoding),
+            free_rows=0 if closed else self._config.max_rows - len(running),
+            free_pages=max(0, free_pages),
+            prefills=tuple(self._job(sequence) for sequence in running if sequence.prefill_left),
+        )
+
     def commit(self, plan: Plan, results: Iterable[NextToken | None]) -> list[Output]:
         """Take in what the step chose after each of ``plan.chunks``; ended sequences free their pages.
 
         A request that was cancelled since ``schedule`` is passed over.
         """
         self.tokens_computed += plan.tokens
+        self.prefill_tokens += plan.tokens - len(plan.decode)
         outputs = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             sequence = self._running.get(chunk.request_id)
@@ -163,6 +187,8 @@ class Engine:
             expert_pressure=expert_pressure,
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
+            kv_tokens=sum(sequence.computed for sequence in self._running.values()),
+            waiting_tokens=sum(sequence.length for sequence in self._waiting.values()),
         )
 
     def _schedule_decode(self) -> tuple[Chunk, ...]:
@@ -188,7 +214,7 @@ class Engine:
         candidates = [sequence for sequence in self._running.values() if sequence.prefill_left]
         if admit:
             candidates += self._waiting.values()
-        candidates.sort(key=lambda s: queue_key(self._queue, s.request.arrival, s.prefill_left, now))
+        candidates.sort(key=lambda sequence: queue_key(self._queue, self._job(sequence), now))
         chunks = []
         for sequence in candidates:
             count = min(sequence.prefill_left, tokens_left, tiles_left * tile)
@@ -203,6 +229,10 @@ class Engine:
             tokens_left -= count
             tiles_left -= -(-count // tile)
         return tuple(chunks), all_tiles - tiles_left
+
+    def _job(self, sequence: Sequence) -> Job:
+        request = sequence.request
+        return Job(request.arrival, sequence.prefill_left, self.prefill_tokens - sequence.joined, request.priority)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a row, and pages for its whole prefill and one more token, are free."""

@@ -20,7 +20,14 @@ from smg_grpc_proto.generated import common_pb2
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import Output, TokenLogprobs
-from gimbal_jax.serving.validation import InvalidField, Parsed, Unsupported, max_prompt_tokens, parse_generate
+from gimbal_jax.serving.validation import (
+    InvalidField,
+    Parsed,
+    Unsupported,
+    max_prompt_tokens,
+    parse_generate,
+    parse_priority,
+)
 from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -56,7 +63,8 @@ class EngineService(pb_grpc.VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._last_receive = self._wall_clock()
         try:
-            await self._generate(request, await self._parse(request), context)
+            priority = parse_priority(context.invocation_metadata() or (), self._core.config.queue.policy)
+            await self._generate(request, await self._parse(request), priority, context)
         except tuple(STATUS_CODES) as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
 
@@ -67,12 +75,12 @@ class EngineService(pb_grpc.VllmEngineServicer):
         # Long texts take a while to tokenize; the other streams go on meanwhile.
         return await asyncio.to_thread(parse) if request.HasField("text") else parse()
 
-    async def _generate(self, request: pb.GenerateRequest, parsed: Parsed, context: Context) -> None:
+    async def _generate(self, request: pb.GenerateRequest, parsed: Parsed, priority: int, context: Context) -> None:
         request_id = request.request_id or uuid.uuid4().hex
         top = parsed.sampling.logprobs
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        news = self._frontend.generate(request_id, parsed.prompt, parsed.sampling, parsed.engine)
+        news = self._frontend.generate(request_id, parsed.prompt, parsed.sampling, parsed.engine, priority)
         # Leaving the block, by an end or by the client's cancellation, frees the request's pages.
         async with contextlib.aclosing(news):
             async for output in news:

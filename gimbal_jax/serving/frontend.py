@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.scheduler.dispatch import Dispatcher
+from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
+from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.request import Output, Request, SamplingParams
 from gimbal_jax.serving.status import State, Status
@@ -38,6 +39,8 @@ class Core(Protocol):
 
     on_outputs: Callable[[list[Output]], None]
     """Called on the engine thread, at most once per tick, with all news of the tick."""
+    on_bound: Callable[[float, list[tuple[str, Decision]]], None]
+    """Called there before, with the time and what it decided for requests that came without an engine."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -51,6 +54,10 @@ class Core(Protocol):
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
+
+    @property
+    def central_queue(self) -> int:
+        """Requests that have no engine yet."""
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull or NotServing."""
@@ -118,14 +125,17 @@ class Frontend:
     """Dispatches requests and routes their outputs. Made and used on one event loop.
 
     ``clock`` must be the core's own: ages of traces are differences between the two.
+    ``dispatch_policy`` may be your own.
     """
 
-    def __init__(self, core: Core, clock: Callable[[], float]) -> None:
+    def __init__(self, core: Core, clock: Callable[[], float], dispatch_policy: Choose = choose_engine) -> None:
         config = core.config
         self.core = core
         self.clock = clock
         self.counters = Counters()
-        self.dispatcher = Dispatcher(config.mesh.dp, config.dispatch, config.engine.token_budget)
+        self.dispatcher = Dispatcher(
+            config.mesh.dp, config.dispatch, config.engine.token_budget, choose=dispatch_policy
+        )
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self.idle.set()
@@ -138,6 +148,7 @@ class Frontend:
         self._core_ids: dict[str, str] = {}
         self._streams: dict[str, _Stream] = {}
         core.on_outputs = self._deliver
+        core.on_bound = self._deliver_bound
 
     @property
     def active(self) -> int:
@@ -145,11 +156,16 @@ class Frontend:
         return len(self._streams)
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, engine: int | None = None
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        engine: int | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Output]:
         """Yield news of a validated request until one has a finish_reason.
 
-        ``engine`` pins the request. Leaving the iteration early, by ``aclose`` or
+        ``engine`` pins the request; lower ``priority`` runs first. Leaving the iteration early, by ``aclose`` or
         by cancelling the task, cancels the request in the core. Raises QueueFull,
         NotServing, DuplicateRequest or GenerationFailed.
         """
@@ -170,9 +186,10 @@ class Frontend:
         self.idle.clear()
         outcome = "refused"
         try:
-            self.core.submit(Request(core_id, prompt, sampling, arrival, decision.engine, sequence))
+            self.core.submit(Request(core_id, prompt, sampling, arrival, decision.engine, sequence, priority))
             outcome = "cancelled"
-            self.counters.rules[decision.rule] += 1
+            if decision.engine is not None:
+                self.counters.rules[decision.rule] += 1
             self.counters.prompt_tokens += len(prompt)
             while True:
                 output = await stream.next()
@@ -213,11 +230,22 @@ class Frontend:
     def close(self) -> None:
         """Take no more news from the core."""
         self.core.on_outputs = lambda outputs: None
+        self.core.on_bound = lambda now, bound: None
 
     def _deliver(self, outputs: list[Output]) -> None:
         # On the engine thread. A closed loop has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._route, outputs)
+
+    def _deliver_bound(self, now: float, bound: list[tuple[str, Decision]]) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._record, now, bound)
+
+    def _record(self, now: float, bound: list[tuple[str, Decision]]) -> None:
+        for core_id, decision in bound:
+            self.counters.rules[decision.rule] += 1
+            if core_id in self._streams:  # not cancelled meanwhile
+                self.dispatcher.record(self._streams[core_id].request_id, now, decision)
 
     def _route(self, outputs: list[Output]) -> None:
         for output in outputs:

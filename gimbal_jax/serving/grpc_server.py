@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
+from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.serving import control_service, engine_service
 from gimbal_jax.serving.frontend import Core, Frontend
 from gimbal_jax.serving.metrics import serve_metrics
@@ -49,17 +50,19 @@ async def serve(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     new_seed: Callable[[], int] = lambda: random.getrandbits(32),
+    dispatch_policy: Choose = choose_engine,
 ) -> None:
     """Serve until ``stop`` is set, then drain: new requests are refused, and the
     live ones have ``drain_timeout_s`` to end, after which they end with UNAVAILABLE.
 
     Port 0 takes a free one; ``started`` is told which. Health follows the core's
-    state, so the core may still be warming up. ``clock`` must be the core's own.
+    state, so the core may still be warming up. ``clock`` must be the core's own;
+    ``dispatch_policy`` may be yours, in place of the configured one.
     Raises RuntimeError where the port is taken.
     """
     server = grpc.aio.server(options=OPTIONS)
     port = server.add_insecure_port(f"{host}:{port}")
-    frontend = Frontend(core, clock)
+    frontend = Frontend(core, clock, dispatch_policy)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     engine = engine_service.EngineService(frontend, files, new_seed, wall_clock)

@@ -76,7 +76,14 @@ class StatusCollector(Collector):
             [t.running_prefill_tokens + t.waiting_prefill_tokens for t in traces],
         )
         yield from _per_engine(
+            "kv_tokens", "Tokens of running requests in the KV cache.", [t.kv_tokens for t in traces]
+        )
+        yield from _per_engine("waiting_tokens", "Lengths of the waiting requests.", [t.waiting_tokens for t in traces])
+        yield from _per_engine(
             "expert_pressure", "Expert tokens per step, in token equivalents.", [t.expert_pressure for t in traces]
+        )
+        yield GaugeMetricFamily(
+            "gimbal_central_queue_requests", "Requests that have no engine yet.", self._core.central_queue
         )
         yield _gauges("gimbal_engine_kv_use", "Share of KV pages in use.", [t.kv_use for t in traces])
         # Infinite before the first trace: an alarm on it must not stay silent.
@@ -104,6 +111,8 @@ class StatusCollector(Collector):
         yield CounterMetricFamily("gimbal_preemptions", "Requests put back for want of pages.", status.preemptions)
         yield CounterMetricFamily("gimbal_experts_moved", "Experts that changed their rank.", status.experts_moved)
         yield CounterMetricFamily("gimbal_moved_bytes", "Bytes of moved experts.", status.bytes_moved)
+        yield CounterMetricFamily("gimbal_windows_written", "Traffic windows written to files.", status.windows_written)
+        yield CounterMetricFamily("gimbal_windows_lost", "Windows that could not be written.", status.windows_lost)
         yield CounterMetricFamily(
             "gimbal_compiles_after_warmup",
             "Compilations while serving: a bug.",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.config import ModelConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import Proposal, propose
-from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
+from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share, smooth_windows
 from gimbal_jax.serving.runner import Runner
 from gimbal_jax.serving.status import Outcome, PlacementRecord
+
+Propose = Callable[[np.ndarray, np.ndarray, int, PlacementConfig], Proposal]
+"""A placement policy: (counts_LSE, slot_of_expert_LE in force, ranks, settings) to a proposal, as ``propose``."""
 
 RECORDS = 100
 """Placement decisions kept for clients."""
@@ -30,26 +34,59 @@ class _Decision:
     seconds: float
 
 
-def _decide(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> _Decision:
+def _decide(policy: Propose, counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> _Decision:
     began = time.perf_counter()
-    ranks, placement = config.mesh.ranks, config.placement
-    proposal = propose(counts_LSE, slot_of_expert_LE, ranks, placement)
-    rounds = [
-        (layer, moves)
-        for layer in (range(len(slot_of_expert_LE)) if proposal.apply else ())
-        for moves in plan_rounds(
-            slot_of_expert_LE[layer], proposal.slot_of_expert_LE[layer], ranks, placement.rows_per_pair
-        )
-    ]
+    proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh.ranks, config.placement)
+    rounds = _rounds(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
     return _Decision(proposal, rounds, time.perf_counter() - began)
+
+
+def _rounds(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, config: ServerConfig) -> list[tuple[int, Round]]:
+    return [
+        (layer, moves)
+        for layer, (old_slot_E, new_slot_E) in enumerate(zip(old_slot_LE, new_slot_LE, strict=True))
+        for moves in plan_rounds(old_slot_E, new_slot_E, config.mesh.ranks, config.placement.rows_per_pair)
+    ]
+
+
+def move_to(runner: Runner, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> None:
+    """Bring a runner that no server uses yet to this placement."""
+    for layer, moves in _rounds(runner.slot_of_expert_LE, slot_of_expert_LE, config):
+        runner.migrate(layer, moves)
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedWindow:
+    """A window as it was counted."""
+
+    counts_LSE: np.ndarray
+    slot_of_expert_LE: np.ndarray
+    """The placement in force at its end."""
+    steps: int
+    step: int
+    """The server's step at its end."""
+    time: float
 
 
 class Rebalancer:
     """Traffic, and the placement that follows it. Owned by the engine thread, but for the one decision in flight."""
 
-    def __init__(self, model: ModelConfig, config: ServerConfig, runner: Runner, executor: Executor) -> None:
-        """Decisions run on ``executor``, one at a time."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ServerConfig,
+        runner: Runner,
+        executor: Executor,
+        policy: Propose | None = None,
+        on_window: Callable[[ClosedWindow], None] | None = None,
+    ) -> None:
+        """Decisions are made on ``executor``, one at a time, by ``policy`` or else as the configuration says.
+
+        ``on_window`` is called on the engine thread and must return at once.
+        """
         self._config, self._runner, self._executor = config, runner, executor
+        self._policy, self._on_window = policy or propose, on_window
+        self._policy_name = getattr(policy, "__name__", "custom") if policy else config.placement.policy
         self._k = model.experts_per_token
         shape = (len(model.moe_layers), config.mesh.dp, model.num_experts)
         self.total_LSE = np.zeros(shape, np.int64)
@@ -61,6 +98,7 @@ class Rebalancer:
         self.last_rebalance: float | None = None
         self._open_LSE = np.zeros(shape, np.int64)
         self._recent_LSE = np.zeros(shape, np.int64)
+        self._smoothed_LSE = np.zeros(shape, np.int64)
         self._open_steps = self._recent_steps = self._uncounted_steps = 0
         self._asked = False
         self._decision: Future[_Decision] | None = None
@@ -81,8 +119,13 @@ class Rebalancer:
         elif self._decision is not None:
             if self._decision.done():
                 self._take_decision(now, step)
-        elif self._asked or self._open_steps + self._uncounted_steps >= self._config.placement.window_steps:
-            self._close_window()
+        elif self._asked or self.open_steps >= self._config.placement.window_steps:
+            self._close_window(now, step)
+
+    @property
+    def open_steps(self) -> int:
+        """Steps of the window that is open."""
+        return self._open_steps + self._uncounted_steps
 
     def collect(self) -> None:
         """Fetch what was counted on the devices since the last call."""
@@ -98,17 +141,21 @@ class Rebalancer:
         """Expert pressure of each engine since the last call (paper 4.1)."""
         self.collect()
         ranks, slots = self._config.mesh.ranks, self._runner.slot_of_expert_LE
-        pressure_S = expert_pressure_S(self._recent_LSE, slots, ranks, max(1, self._recent_steps), self._k)
+        form = self._config.dispatch.expert_pressure
+        pressure_S = expert_pressure_S(self._recent_LSE, slots, ranks, self._recent_steps, self._k, form)
         self._recent_LSE[:] = 0
         self._recent_steps = 0
         return pressure_S
 
-    def _close_window(self) -> None:
+    def _close_window(self, now: float, step: int) -> None:
         self.collect()
-        self.window_LSE = self._open_LSE
+        self.window_LSE, slots_LE = self._open_LSE, self._runner.slot_of_expert_LE
+        if self._on_window is not None:
+            self._on_window(ClosedWindow(self.window_LSE, slots_LE, self._open_steps, step, now))
         self._open_LSE = np.zeros_like(self.window_LSE)
         self._open_steps, self._asked = 0, False
-        self._decision = self._executor.submit(_decide, self.window_LSE, self._runner.slot_of_expert_LE, self._config)
+        self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
+        self._decision = self._executor.submit(_decide, self._policy, self._smoothed_LSE, slots_LE, self._config)
 
     def _take_decision(self, now: float, step: int) -> None:
         assert self._decision is not None
@@ -150,7 +197,7 @@ class Rebalancer:
         return PlacementRecord(
             time=now,
             step=step,
-            policy=self._config.placement.policy,
+            policy=self._policy_name,
             outcome=outcome,
             reason=reason,
             cost_before=proposal.cost_before if proposal else 0.0,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+PRIORITY_KEY = "x-gimbal-priority"
+"""gRPC metadata key of a request's priority, for which the protocol has no field."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -35,8 +38,11 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
-    engine: int
+    engine: int | None
+    """None: the server binds it to one (dispatch policy ``late``), and ``sequence`` is 0."""
     sequence: int
+    priority: int = 0
+    """Lower runs first; 0 unless the queue policy is ``priority``."""
 
 
 @dataclass(frozen=True)

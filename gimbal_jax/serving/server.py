@@ -9,11 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.batch import bucket_for, results_of, stack
+from gimbal_jax.serving.central_queue import CentralQueue
+from gimbal_jax.serving.counts_dump import CountsDump
 from gimbal_jax.serving.engine import Engine
 from gimbal_jax.serving.frontend import NotServing, QueueFull
-from gimbal_jax.serving.rebalance import Rebalancer
+from gimbal_jax.serving.rebalance import Propose, Rebalancer
 from gimbal_jax.serving.request import Output, Request
 from gimbal_jax.serving.runner import Runner
 from gimbal_jax.serving.status import State, Status
@@ -23,23 +26,35 @@ class Server:
     """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only."""
 
     def __init__(
-        self, model: ModelConfig, config: ServerConfig, runner: Runner, clock: Callable[[], float] = time.monotonic
+        self,
+        model: ModelConfig,
+        config: ServerConfig,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        placement_policy: Propose | None = None,
+        dump: CountsDump | None = None,
     ) -> None:
+        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed."""
         self.model, self.config = model, config
         self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
+        self.on_bound: Callable[[float, list[tuple[str, Decision]]], None] = lambda now, bound: None
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
+        self._central = CentralQueue(self.engines, config.engine, config.queue)
+        self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
         self._placement_thread = ThreadPoolExecutor(1, "placement")
-        self.rebalancer = Rebalancer(model, config, runner, self._placement_thread)
+        self._dump = dump
+        on_window = dump.write if dump is not None else None
+        self.rebalancer = Rebalancer(model, config, runner, self._placement_thread, placement_policy, on_window)
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
         self._traces: tuple[Trace, ...] = ()
         self._published = -float("inf")
         self._step = 0
-        self._wake = threading.Condition()  # guards the three below
+        self._wake = threading.Condition()  # guards the four below
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
-        self._waiting = [0] * config.mesh.dp
+        self._waiting = [0] * len(self._queues)  # in each queue, or in the inbox on the way to it
         self._stopping = False
         self._thread: threading.Thread | None = None
         # Arrays change between ticks only; status() copies them in between.
@@ -54,15 +69,22 @@ class Server:
         """Latest published traces, replaced whole; empty before the first."""
         return self._traces
 
+    @property
+    def central_queue(self) -> int:
+        """Requests that have no engine yet, as of the last tick."""
+        return self._central.waiting
+
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull or NotServing."""
         with self._wake:
             if self._state != "serving":
                 raise NotServing(f"the server is {self._state}")
-            limit = self.config.engine.max_queue
-            if self._waiting[request.engine] >= limit:
+            queue, limit = self._queue_of(request), self.config.engine.max_queue
+            if queue == 0 and self._waiting[queue] >= limit * len(self.engines):
+                raise QueueFull(f"{self._waiting[queue]} requests wait ({limit} per engine: max_queue)")
+            if queue > 0 and self._waiting[queue] >= limit:
                 raise QueueFull(f"engine {request.engine}: {limit} requests wait (max_queue)")
-            self._waiting[request.engine] += 1
+            self._waiting[queue] += 1
             self._inbox.append(request)
             self._wake.notify()
 
@@ -106,12 +128,16 @@ class Server:
         if self._thread is not None:
             self._thread.join()
         self._placement_thread.shutdown(cancel_futures=True)
+        if self._dump is not None:
+            self._dump.close()
 
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
         with self._ticking:
             self._drain_inbox()
             news: list[Output] = []
+            if bound := self._central.bind(now):
+                self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
             if any(plan.chunks for plan in plans):
                 rows, tiles = bucket_for(plans, self._runner.buckets)
@@ -147,6 +173,8 @@ class Server:
                 experts_moved=self.rebalancer.experts_moved,
                 bytes_moved=self.rebalancer.bytes_moved,
                 last_rebalance=self.rebalancer.last_rebalance,
+                windows_written=self._dump.written if self._dump else 0,
+                windows_lost=self._dump.lost if self._dump else 0,
                 compiles_after_warmup=self._runner.compiles_after_warmup(),
             )
 
@@ -156,15 +184,21 @@ class Server:
             requests, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for request in requests:
-            self.engines[request.engine].add(request)
+            self._queues[self._queue_of(request)].add(request)
         for request_id in cancelled:
-            any(engine.cancel(request_id) for engine in self.engines)
+            any(queue.cancel(request_id) for queue in self._queues)
 
     def _count_waiting(self) -> None:
         with self._wake:
-            self._waiting = [engine.waiting for engine in self.engines]
+            self._waiting = [queue.waiting for queue in self._queues]
             for request in self._inbox:
-                self._waiting[request.engine] += 1
+                self._waiting[self._queue_of(request)] += 1
+
+    def _queue_of(self, request: Request) -> int:
+        """Index into ``_queues`` of where a new request goes; under ``late`` also one that the user gave an engine."""
+        if request.engine is None or self.config.dispatch.policy == "late":
+            return 0
+        return 1 + request.engine
 
     def _publish(self, now: float) -> None:
         pressure_S = self.rebalancer.pressure_S()
@@ -190,7 +224,8 @@ class Server:
             on_end()
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._cancelled) or not all(engine.idle for engine in self.engines)
+        queued = self._inbox or self._cancelled or self._central.waiting
+        return bool(queued) or not all(engine.idle for engine in self.engines)
 
     def _end(self, state: State, reason: str) -> None:
         """Every request that is left ends with an error; none waits for ever."""
@@ -198,7 +233,7 @@ class Server:
             self._state, self._error = state, reason if state == "failed" else ""
             left = [Output(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
             self._inbox.clear()
-        for engine in self.engines:
-            left += engine.fail_all(reason)
+        for queue in self._queues:
+            left += queue.fail_all(reason)
         if left:
             self.on_outputs(left)

@@ -58,4 +58,7 @@ class Status:
     bytes_moved: int
     last_rebalance: float | None
     """Time when the last applied placement was complete."""
+    windows_written: int
+    windows_lost: int
+    """Closed windows that went to files, and those that could not; 0 where no windows are dumped."""
     compiles_after_warmup: int

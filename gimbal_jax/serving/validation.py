@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax.config import MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig, ModelConfig, ServerConfig
+from gimbal_jax.config import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_IDS,
+    EngineConfig,
+    ModelConfig,
+    QueuePolicy,
+    ServerConfig,
+)
 from gimbal_jax.serving.engine import max_sequence_tokens
-from gimbal_jax.serving.request import SamplingParams
+from gimbal_jax.serving.request import PRIORITY_KEY, SamplingParams
 
 MAX_REQUEST_ID = 256
 """Most characters of a request id."""
@@ -63,6 +72,21 @@ def parse_generate(
     prompt = _prompt(request, model, config.engine, encode)
     room = max_sequence_tokens(config.engine) - len(prompt)
     return Parsed(prompt, _sampling(request.sampling_params, model, room, new_seed), engine)
+
+
+def parse_priority(metadata: Iterable[tuple[str, str | bytes]], queue: QueuePolicy) -> int:
+    """The priority in a call's metadata, 0 without one. Raises InvalidField."""
+    values = [str(value) for key, value in metadata if key == PRIORITY_KEY]
+    if not values:
+        return 0
+    is_integer = re.fullmatch(r"[+-]?\d{1,9}", values[-1], re.ASCII) is not None
+    priority = int(values[-1]) if is_integer else None
+    rule = f"be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
+    _require(priority is not None and abs(priority) <= MAX_PRIORITY, PRIORITY_KEY, rule, values[-1])
+    _require(
+        priority == 0 or queue == "priority", PRIORITY_KEY, "be 0 where the queue policy is not priority", priority
+    )
+    return priority or 0
 
 
 def _require(good: bool, field: str, rule: str, value: object = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.config import DispatchConfig, DispatchPolicy, EngineConfig, MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
@@ -67,7 +67,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        return all(engine.idle for engine in self.server.engines)
+        return not self.server.central_queue and all(engine.idle for engine in self.server.engines)
 
     def tick(self, count: int = 1) -> None:
         for _ in range(count):
@@ -86,10 +86,15 @@ class Session:
 
 
 @contextmanager
-def session(runner: Runner, engine: dict[str, Any] | None = None, **placement: Any) -> Iterator[Session]:
+def session(
+    runner: Runner, engine: dict[str, Any] | None = None, dispatch: DispatchPolicy = "gimbal", **placement: Any
+) -> Iterator[Session]:
     """A new server over ``runner``. ``engine`` overrides limits that are not part of the compiled shapes."""
     config = replace(
-        CONFIG, engine=replace(CONFIG.engine, **(engine or {})), placement=replace(CONFIG.placement, **placement)
+        CONFIG,
+        engine=replace(CONFIG.engine, **(engine or {})),
+        dispatch=DispatchConfig(dispatch),
+        placement=replace(CONFIG.placement, **placement),
     )
     runner.take_counts()
     server = Server(MODEL, config, runner)

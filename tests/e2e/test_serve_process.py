@@ -16,6 +16,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax import cli
+from gimbal_jax.scheduler.counts_file import load_counts, save_placement
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError, Unavailable
 from tests.e2e.rig import CONFIG, FOLDER, LAYERS, MODEL, TOP_K
@@ -77,9 +78,13 @@ async def exit_code(process: subprocess.Popen) -> int:
 
 
 async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
-    """Learns a placement, drains under SIGTERM and saves; returns the placement and one answer."""
-    options = "--save", tmp / "saved", "--compile-cache", tmp / "compiled"
+    """Starts from a placement, learns another, drains under SIGTERM and saves; returns the placement and one answer."""
+    reversed_LE = np.tile(np.arange(MODEL.num_experts)[::-1], (LAYERS, 1))
+    save_placement(tmp / "start.npz", reversed_LE, {"ranks": 4})
+    files = "--placement-file", tmp / "start.npz", "--dump-counts", tmp / "counts", "--save", tmp / "saved"
+    options = *files, "--compile-cache", tmp / "compiled"
     async with gimbal_serve(tmp / "first.log", FOLDER, *options) as (process, client):
+        assert np.array_equal((await client.placement()).slot_of_expert_LE, reversed_LE)
         # Token ids are served; text, for which the checkpoint has no tokenizer, is refused.
         with pytest.raises(ClientError, match="no tokenizer"):
             await anext(client.generate("text"))
@@ -93,8 +98,15 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
         while not (await client.status()).experts_moved:
             await asyncio.sleep(0.05)
         placement_LE = (await client.placement()).slot_of_expert_LE
-        assert not np.array_equal(placement_LE, np.tile(np.arange(MODEL.num_experts), (LAYERS, 1)))
+        assert not np.array_equal(placement_LE, reversed_LE)
         assert await tokens_of(client, 1, 20) == answer
+
+        await client.save_counts(tmp / "fetched.npz")
+        fetched, (dumped,) = load_counts(tmp / "fetched.npz"), map(load_counts, (tmp / "counts").iterdir())
+        np.testing.assert_array_equal(dumped.counts_WLSE, fetched.counts_WLSE)
+        np.testing.assert_array_equal(dumped.slot_of_expert_WLE, reversed_LE[None])
+        np.testing.assert_array_equal(fetched.slot_of_expert_WLE, placement_LE[None])
+        assert (dumped.meta["model"], dumped.meta["policy"], dumped.ranks) == ("base", "eplb", 4)
 
         tasks = await under_load(client, 24, 60)
         process.send_signal(signal.SIGTERM)
@@ -157,7 +169,8 @@ def test_engine_failure_ends_the_streams_and_the_process_with_an_error(monkeypat
 
     async def main():
         address, saved = ("127.0.0.1", port, None), tmp_path / "saved"
-        served = asyncio.create_task(cli._serve(FOLDER, MODEL, CONFIG, jax.devices(), "float32", address, END_S, saved))
+        paths = cli._Files(placement=None, dump_counts=None, save=saved)
+        served = asyncio.create_task(cli._serve(FOLDER, MODEL, CONFIG, jax.devices(), "float32", address, END_S, paths))
         while True:  # a new connection each time: a refused one waits before it tries again
             async with GimbalClient(f"127.0.0.1:{port}") as client:
                 with contextlib.suppress(Unavailable):

@@ -1,6 +1,7 @@
 """A request's tokens depend on nothing but the request: not on its neighbours, not on where the experts are."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +35,14 @@ def test_preempted_as_one_by_one(runner, requests, expected):
     with session(runner) as crowded:
         assert crowded.run(requests) == expected
         assert crowded.server.status().preemptions > 3
+
+
+def test_bound_late_as_one_by_one(runner, requests, expected):
+    with session(runner, dispatch="late") as late:
+        assert late.run([replace(request, engine=None, sequence=0) for request in requests]) == expected
+        # Both engines took part, and what was preempted went on.
+        assert min(late.server.status().tokens_computed_S) > 200
+        assert late.server.status().preemptions > 3
 
 
 def test_across_random_migrations(runner, requests, expected):

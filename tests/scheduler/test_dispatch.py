@@ -1,36 +1,18 @@
+"""Gimbal's own rule, and what all policies owe."""
+
+import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
-from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.config import DispatchConfig, DispatchPolicy
+from gimbal_jax.scheduler.dispatch import Decision, choose_engine, least
+from tests.scheduler.views import BUDGET, any_view, trace, view
 
-BUDGET = 1000
 GIMBAL = DispatchConfig()
-CLASSIC = DispatchConfig(policy="vllm_classic")
-
-
-def trace(engine: int = 0, time: float = 0.0, **fields) -> Trace:
-    idle = Trace(
-        engine,
-        time,
-        seen=0,
-        running_prefill_tokens=0,
-        waiting_prefill_tokens=0,
-        kv_use=0.0,
-        expert_pressure=0.0,
-        running_requests=0,
-        waiting_requests=0,
-    )
-    return replace(idle, **fields)
-
-
-def view(*traces: Trace | None, compensation=None, picks=None, turn: int = 0, now: float = 0.0) -> View:
-    zeros = (0,) * len(traces)
-    return View(traces, compensation or zeros, picks or zeros, turn, now)
 
 
 def test_score_adds_tokens_cache_and_expert_pressure():
@@ -38,19 +20,41 @@ def test_score_adds_tokens_cache_and_expert_pressure():
     state = view(
         trace(running_prefill_tokens=100, waiting_prefill_tokens=50, kv_use=0.5, expert_pressure=3.0),
         trace(running_prefill_tokens=200, kv_use=0.1, expert_pressure=1.0),
-        compensation=(10, 0),
+        compensation_S=(10, 0),
     )
     decision = choose_engine(state, GIMBAL, BUDGET)
-    assert decision.scores_S == pytest.approx((100 + 50 + 10 + 500 + 500, 200 + 100))
+    assert decision.terms == {
+        "running_prefill": (100, 200),
+        "waiting_prefill": (50, 0),
+        "compensation": (10, 0),
+        "kv": (500, 100),
+        "experts": (500, 0),
+    }
+    assert decision.scores_S == (100 + 50 + 10 + 500 + 500, 200 + 100)
     assert (decision.engine, decision.rule) == (1, "least_score")
     without = replace(GIMBAL, lambda_kv=0.0, lambda_moe=0.0)
     assert choose_engine(state, without, BUDGET).scores_S == (160, 200)
 
 
+def test_explain_says_the_rule_and_the_terms_that_count():
+    state = view(
+        trace(waiting_prefill_tokens=600, kv_use=0.1, expert_pressure=3.0), trace(kv_use=0.1, expert_pressure=1.0)
+    )
+    assert choose_engine(state, GIMBAL, BUDGET).explain() == (
+        "engine 1 by least_score\n"
+        "  engine 0: 1200 = 600 waiting_prefill + 100 kv + 500 experts\n"
+        "  engine 1: 100 = 100 kv"
+    )
+    assert Decision(0, "close", {"kv": (0.0,)}).explain() == "engine 0 by close\n  engine 0: 0"
+    assert Decision(2, "missing").explain() == "engine 2 by missing"
+    assert Decision(None, "late").explain() == "no engine yet by late"
+
+
 def test_expert_pressure_alone_turns_the_choice():
     state = view(trace(expert_pressure=4.0), trace(expert_pressure=1.0), turn=0)
     assert choose_engine(state, GIMBAL, BUDGET).engine == 1
-    assert choose_engine(state, replace(GIMBAL, lambda_moe=0.0), BUDGET) == Decision(0, "close", (0.0, 0.0))
+    blind = choose_engine(state, replace(GIMBAL, lambda_moe=0.0), BUDGET)
+    assert (blind.engine, blind.rule, blind.scores_S) == (0, "close", (0.0, 0.0))
 
 
 def test_close_scores_go_in_turn():
@@ -62,7 +66,8 @@ def test_close_scores_go_in_turn():
 
 def test_cache_guard_goes_before_the_score():
     busy_but_empty = trace(kv_use=0.5, waiting_prefill_tokens=10**6)
-    assert choose_engine(view(trace(kv_use=0.91), busy_but_empty), GIMBAL, BUDGET) == Decision(1, "kv_guard", None)
+    guarded = Decision(1, "kv_guard", {"kv_use": (0.91, 0.5)})
+    assert choose_engine(view(trace(kv_use=0.91), busy_but_empty), GIMBAL, BUDGET) == guarded
     # neither all full nor all below the limit is a reason to guard
     assert choose_engine(view(trace(kv_use=0.90), busy_but_empty), GIMBAL, BUDGET).engine == 0
     assert choose_engine(view(trace(kv_use=0.95), trace(kv_use=0.90)), GIMBAL, BUDGET).rule == "close"
@@ -80,10 +85,12 @@ def test_cache_guard_never_picks_the_fullest(kv_S, data):
 
 def test_trap_1_absent_or_old_traces_are_not_zeros():
     busy = trace(waiting_prefill_tokens=10**6)
-    assert choose_engine(view(busy, None, turn=0), GIMBAL, BUDGET) == Decision(0, "missing", None)
-    assert choose_engine(view(busy, None, turn=1), GIMBAL, BUDGET) == Decision(1, "missing", None)
-    assert choose_engine(view(busy, trace(), turn=0, now=1.001), GIMBAL, BUDGET) == Decision(0, "stale", None)
+    assert choose_engine(view(busy, None, turn=0), GIMBAL, BUDGET) == Decision(0, "missing")
+    assert choose_engine(view(busy, None, turn=1), GIMBAL, BUDGET) == Decision(1, "missing")
+    assert choose_engine(view(busy, trace(), turn=0, now=1.001), GIMBAL, BUDGET) == Decision(0, "stale")
     assert choose_engine(view(busy, trace(), turn=0, now=1.0), GIMBAL, BUDGET).rule == "least_score"
+    one_is_fresh = view(trace(time=1.0), replace(busy, time=0.5), now=1.501)
+    assert choose_engine(one_is_fresh, GIMBAL, BUDGET).rule == "stale"
 
 
 def test_trap_3_ties_start_at_the_turn():
@@ -95,17 +102,22 @@ def test_trap_3_ties_start_at_the_turn():
     assert chosen == [0, 2, 2]
 
 
-def test_round_robin_ignores_state():
-    config = DispatchConfig(policy="round_robin")
-    assert choose_engine(view(None, trace(kv_use=1.0), turn=1), config, BUDGET) == Decision(1, "round_robin", None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
+def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
+    start = data.draw(st.integers(0, len(values) - 1))
+    order = [*range(start, len(values)), *range(start)]
+    assert least(values, start) == min(order, key=lambda engine: values[engine])
 
 
-def test_vllm_classic_weighs_waiting_four_times():
-    state = view(trace(waiting_requests=1, running_requests=2), trace(running_requests=7))
-    assert choose_engine(state, CLASSIC, BUDGET) == Decision(0, "fewest_requests", (6.0, 7.0))
-    assert choose_engine(replace(state, picks_S=(1, 0)), CLASSIC, BUDGET) == Decision(1, "fewest_requests", (10.0, 7.0))
-
-
-def test_vllm_classic_has_traps_1_and_3():
-    assert choose_engine(view(trace(), trace(), turn=1), CLASSIC, BUDGET).engine == 0
-    assert choose_engine(view(trace(running_requests=1), None, now=99.0), CLASSIC, BUDGET).engine == 1
+@pytest.mark.parametrize("policy", get_args(DispatchPolicy))
+@given(state=any_view())
+def test_every_policy_answers_every_view(policy, state):
+    decision = choose_engine(state, DispatchConfig(policy=policy), BUDGET)
+    if policy == "late":
+        assert decision == Decision(None, "late")
+        return
+    assert decision.engine is not None and 0 <= decision.engine < len(state.traces)
+    assert all(len(values_S) == len(state.traces) for values_S in decision.terms.values())
+    scores_S = decision.scores_S
+    if scores_S and decision.rule != "close":
+        assert scores_S[decision.engine] == min(scores_S) < math.inf

@@ -1,4 +1,4 @@
-"""The dispatcher's memory: compensation, sequence numbers, turn."""
+"""The dispatcher's memory: compensation, sequence numbers, turn, requests in flight."""
 
 from dataclasses import replace
 
@@ -7,27 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import RECENT_DECISIONS, Dispatcher
-from gimbal_jax.scheduler.trace import Trace
-
-BUDGET = 1000
-IDLE = Trace(
-    engine=0,
-    time=0.0,
-    seen=0,
-    running_prefill_tokens=0,
-    waiting_prefill_tokens=0,
-    kv_use=0.0,
-    expert_pressure=0.0,
-    running_requests=0,
-    waiting_requests=0,
-)
+from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatcher import RECENT_DECISIONS, Dispatcher
+from gimbal_jax.scheduler.trace import idle_trace
+from tests.scheduler.views import BUDGET, trace
 
 
 def fresh(engines: int, **config) -> Dispatcher:
     """A dispatcher that has an idle trace of every engine."""
     dispatcher = Dispatcher(engines, DispatchConfig(**config), BUDGET)
-    dispatcher.observe(replace(IDLE, engine=engine) for engine in range(engines))
+    dispatcher.observe(idle_trace(engine) for engine in range(engines))
     return dispatcher
 
 
@@ -42,7 +31,7 @@ def test_trace_releases_what_the_engine_has_seen():
     for i, tokens in enumerate([1, 10, 100, 1000]):
         dispatcher.dispatch(f"r{i}", tokens, 0.0)
     assert dispatcher.view(0.0).compensation_S == (101, 1010)
-    dispatcher.observe([replace(IDLE, engine=0, time=0.1, seen=1, waiting_prefill_tokens=1)])
+    dispatcher.observe([trace(0, time=0.1, seen=1, waiting_prefill_tokens=1)])
     assert dispatcher.view(0.1).compensation_S == (100, 1010)
     assert dispatcher.view(0.1).picks_S == (0, 2)
     dispatcher.finished("r3")
@@ -57,7 +46,7 @@ def test_trap_2_late_traces_never_erase_compensation(order):
         dispatcher.dispatch(f"r{i}", 10**i, 0.0)
     newest = -1
     for i in order:
-        dispatcher.observe([replace(IDLE, time=1.0 + i, seen=i + 1, waiting_requests=i)])
+        dispatcher.observe([trace(0, 1.0 + i, seen=i + 1, waiting_requests=i)])
         newest = max(newest, i)
         unseen = sum(10**j for j in range(5) if j > newest)
         assert dispatcher.view(9.0).compensation_S == (unseen,)
@@ -68,7 +57,7 @@ def test_trap_2_late_traces_never_erase_compensation(order):
 def test_same_trace_again_keeps_the_picks():
     dispatcher = fresh(1, policy="vllm_classic")
     dispatcher.dispatch("a", 10, 0.0)
-    dispatcher.observe([IDLE])
+    dispatcher.observe([idle_trace(0)])
     assert dispatcher.view(0.0).picks_S == (1,)
 
 
@@ -81,9 +70,14 @@ def test_trap_4_compensation_weighs_tokens_not_requests():
     assert [classic.dispatch(f"r{i}", 4000 if i == 0 else 100, 0.0)[0].engine for i in range(4)] == [0, 1, 0, 1]
 
 
-@given(st.integers(2, 5), st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.sampled_from([0.0, 0.37]))
-def test_burst_between_two_traces_spreads_by_tokens(engines, sizes, close_scores):
-    dispatcher = fresh(engines, close_scores=close_scores)
+@given(
+    st.integers(2, 5),
+    st.lists(st.integers(1, 5000), min_size=100, max_size=100),
+    st.sampled_from([("gimbal", 0.0), ("gimbal", 0.37), ("tpu_inference", 0.0), ("sglang_total_tokens", 0.0)]),
+)
+def test_burst_of_100_between_two_traces_spreads_by_tokens(engines, sizes, rule):
+    policy, close_scores = rule
+    dispatcher = fresh(engines, policy=policy, close_scores=close_scores)
     for i, tokens in enumerate(sizes):
         dispatcher.dispatch(f"r{i}", tokens, 0.0)
         compensation_S = dispatcher.view(0.0).compensation_S
@@ -91,12 +85,32 @@ def test_burst_between_two_traces_spreads_by_tokens(engines, sizes, close_scores
     assert sum(compensation_S) == sum(sizes)
 
 
-@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 5000), st.booleans())
-def test_equal_engines_get_equal_load_within_one_request(engines, requests, tokens, traces_come):
-    dispatcher = fresh(engines) if traces_come else Dispatcher(engines, DispatchConfig(), BUDGET)
-    sequences = [dispatcher.dispatch(f"r{i}", tokens, 0.0) for i in range(requests)]
-    picks_S = [sum(decision.engine == engine for decision, _ in sequences) for engine in range(engines)]
-    assert max(picks_S) - min(picks_S) <= 1
+FAIR = ("gimbal", "round_robin", "vllm_classic", "vllm_0_33", "sglang_total_tokens", "tpu_inference")
+
+
+@given(st.sampled_from(FAIR), st.integers(1, 5), st.integers(1, 5000), st.lists(st.booleans(), max_size=40))
+def test_equal_engines_get_equal_load_within_one_request(policy, engines, tokens, traces_come):
+    """Whenever the engines report, before the first request or never; the requests wait meanwhile."""
+    dispatcher = Dispatcher(engines, DispatchConfig(policy=policy), BUDGET)
+    sent_S = [0] * engines
+    for i, traces_come_now in enumerate(traces_come):
+        if traces_come_now:
+            dispatcher.observe(
+                trace(
+                    engine,
+                    0.001 * i,
+                    seen=sent,
+                    waiting_requests=sent,
+                    waiting_prefill_tokens=sent * tokens,
+                    waiting_tokens=sent * tokens,
+                )
+                for engine, sent in enumerate(sent_S)
+            )
+        decision, sequence = dispatcher.dispatch(f"r{i}", tokens, 0.001 * i)
+        assert decision.engine is not None
+        sent_S[decision.engine] += 1
+        assert sequence == sent_S[decision.engine]
+        assert max(sent_S) - min(sent_S) <= 1
 
 
 def test_trap_5_each_engine_has_its_own_clock():
@@ -104,8 +118,8 @@ def test_trap_5_each_engine_has_its_own_clock():
     dispatcher = fresh(2, policy="round_robin")
     for i in range(4):
         dispatcher.dispatch(f"r{i}", 10, 0.0)
-    dispatcher.observe([replace(IDLE, engine=0, time=5.0, seen=2)])
-    dispatcher.observe([replace(IDLE, engine=1, time=0.5, seen=1)])
+    dispatcher.observe([trace(0, time=5.0, seen=2)])
+    dispatcher.observe([trace(1, time=0.5, seen=1)])
     assert dispatcher.view(5.0).compensation_S == (0, 10)
 
 
@@ -120,17 +134,80 @@ def test_pinned_request_counts_but_takes_no_turn():
 def test_refusals_name_what_is_wrong_and_change_nothing():
     dispatcher = fresh(2)
     dispatcher.dispatch("a", 100, 0.0)
-    before = dispatcher.view(0.0)
+    dispatcher.observe([trace(0, 1.0, seen=9), trace(1, 1.0, seen=9)])  # seen, but still under way
+    before = replace(dispatcher.view(1.0), draw=0.0)
     with pytest.raises(ValueError, match=r"engine must be in 0\.\.1, not 2"):
         dispatcher.dispatch("b", 100, 0.0, engine=2)
     with pytest.raises(ValueError, match="request_id 'a' is already under way"):
         dispatcher.dispatch("a", 100, 0.0)
-    assert dispatcher.view(0.0) == before
+    assert replace(dispatcher.view(1.0), draw=0.0) == before
+
+
+def test_view_is_what_the_rules_need():
+    dispatcher = Dispatcher(2, DispatchConfig(policy="round_robin"), BUDGET, draw=lambda: 0.25)
+    dispatcher.dispatch("a", 100, 0.0, cached_tokens_S=(64, 0))
+    dispatcher.dispatch("b", 10, 0.0, engine=0, cached_tokens_S=(16, 0))
+    view = dispatcher.view(2.0, 7, (1, 2))
+    assert (view.compensation_S, view.picks_S, view.picked_tokens_S) == ((36, 0), (2, 0), (110, 0))
+    assert (view.in_flight_S, view.turn, view.choices) == ((2, 0), 1, 1)
+    assert (view.now, view.prompt_tokens, view.cached_tokens_S, view.draw) == (2.0, 7, (1, 2), 0.25)
+    dispatcher.observe([trace(0, seen=2)])
+    view = dispatcher.view(2.0)
+    assert (view.compensation_S, view.picks_S, view.picked_tokens_S, view.in_flight_S) == (
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (2, 0),
+    )
+    dispatcher.finished("a")
+    dispatcher.finished("a")
+    assert dispatcher.view(2.0).in_flight_S == (1, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("dfo"), st.integers(0, 9), st.integers(1, 100)), max_size=60))
+def test_memory_is_what_a_recount_of_the_history_says(history):
+    dispatcher = Dispatcher(3, DispatchConfig(policy="round_robin"), BUDGET)
+    live: dict[str, tuple[int, int, int]] = {}
+    last_S, seen_S = [0, 0, 0], [0, 0, 0]
+    for now, (event, number, tokens) in enumerate(history):
+        if event == "d" and f"r{number}" not in live:
+            decision, sequence = dispatcher.dispatch(f"r{number}", tokens, float(now))
+            assert decision.engine is not None
+            live[f"r{number}"] = decision.engine, sequence, tokens
+            last_S[decision.engine] = sequence
+        elif event == "f":
+            dispatcher.finished(f"r{number}")
+            live.pop(f"r{number}", None)
+        elif event == "o":
+            engine = number % 3
+            seen_S[engine] = min(last_S[engine], seen_S[engine] + tokens % 4)
+            dispatcher.observe([trace(engine, float(now + 1), seen=seen_S[engine])])
+        view = dispatcher.view(float(now))
+        for s in range(3):
+            mine = [(sequence, tokens) for engine, sequence, tokens in live.values() if engine == s]
+            assert view.in_flight_S[s] == len(mine)
+            assert view.compensation_S[s] == sum(tokens for sequence, tokens in mine if sequence > seen_S[s])
+
+
+def test_late_requests_have_no_engine_and_are_not_remembered():
+    dispatcher = fresh(2, policy="late")
+    before = dispatcher.view(0.0)
+    assert dispatcher.dispatch("a", 100, 0.0) == (Decision(None, "late"), 0)
+    after = dispatcher.view(0.0)
+    assert (after.compensation_S, after.picks_S, after.in_flight_S) == (before.compensation_S, (0, 0), (0, 0))
+    assert not dispatcher.recent
+    dispatcher.record("a", 1.0, Decision(1, "late"))
+    assert list(dispatcher.recent) == [DispatchRecord("a", 1.0, Decision(1, "late"))]
+
+
+def test_a_policy_of_your_own():
+    dispatcher = Dispatcher(3, DispatchConfig(), BUDGET, choose=lambda view, config, budget: Decision(2, "mine"))
+    assert dispatcher.dispatch("a", 100, 0.0) == (Decision(2, "mine"), 1)
 
 
 def test_recent_keeps_the_last_decisions():
     dispatcher = fresh(1)
     dispatched = [dispatcher.dispatch(f"r{i}", 1, float(i)) for i in range(RECENT_DECISIONS + 2)]
     assert RECENT_DECISIONS == len(dispatcher.recent) == 1000
-    assert dispatcher.recent[0][:2] == ("r2", 2.0)
-    assert dispatcher.recent[-1] == ("r1001", 1001.0, dispatched[-1][0])
+    assert (dispatcher.recent[0].request_id, dispatcher.recent[0].time) == ("r2", 2.0)
+    assert dispatcher.recent[-1] == DispatchRecord("r1001", 1001.0, dispatched[-1][0])

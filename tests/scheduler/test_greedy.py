@@ -4,13 +4,16 @@ from hypothesis import strategies as st
 
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.greedy import greedy_rank_LE
+from gimbal_jax.scheduler.objective import window_objective
+from gimbal_jax.scheduler.placement import assign_slots, static_placement
 from gimbal_jax.scheduler.traffic import rank_of_expert
 from tests.scheduler.windows import traffic
 
 
 def greedy(counts_SE: list[list[int]], old_rank_E: list[int], ranks: int, **weights: float) -> list[int]:
     config = PlacementConfig(**weights)  # type: ignore[arg-type]
-    return greedy_rank_LE(np.array([counts_SE]), np.array([old_rank_E]), ranks, config)[0].tolist()
+    old_slot_LE = assign_slots(np.array([old_rank_E]), static_placement(1, len(old_rank_E), ranks), ranks)
+    return greedy_rank_LE(window_objective(np.array([counts_SE]), old_slot_LE, ranks, config))[0].tolist()
 
 
 def test_load_moves_from_the_fuller_rank():
@@ -42,7 +45,7 @@ def full_cost(counts_SE: np.ndarray, rank_E: np.ndarray, old_rank_E: np.ndarray,
     owner_E = rank_E // (ranks // sources)
     comm = sum(counts_SE[s, e] for s in range(sources) for e in range(experts) if owner_E[e] != s) / total
     load_R = np.bincount(rank_E, weights=counts_SE.sum(axis=0), minlength=ranks) * ranks / total
-    load = np.mean((load_R - 1) ** 2)
+    load = np.mean((load_R - 1) ** 2) if config.load_term == "square" else load_R.max() - 1
     return config.alpha * comm + config.beta * load + config.gamma * np.mean(rank_E != old_rank_E)
 
 
@@ -61,12 +64,16 @@ def naive_greedy(counts_SE: np.ndarray, old_rank_E: np.ndarray, ranks: int, conf
     return rank_E
 
 
-@given(traffic(), st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 10.0, 0.0)]))
-def test_scores_are_the_marginal_objective(case, weights):
+@given(
+    traffic(),
+    st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 10.0, 0.0)]),
+    st.sampled_from(["square", "max"]),
+)
+def test_scores_are_the_marginal_objective(case, weights, term):
     counts_LSE, slot_LE, ranks = case
-    config = PlacementConfig(alpha=weights[0], beta=weights[1], gamma=weights[2])
+    config = PlacementConfig(alpha=weights[0], beta=weights[1], gamma=weights[2], load_term=term)
     old_rank_LE = rank_of_expert(slot_LE, ranks)
-    rank_LE = greedy_rank_LE(counts_LSE, old_rank_LE, ranks, config)
+    rank_LE = greedy_rank_LE(window_objective(counts_LSE, slot_LE, ranks, config))
     for rank_E, counts_SE, old_rank_E in zip(rank_LE, counts_LSE, old_rank_LE, strict=True):
         if counts_SE.any():  # an empty layer has no load to balance
             assert rank_E.tolist() == naive_greedy(counts_SE, old_rank_E, ranks, config).tolist()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.scheduler.migration import Round, moved_experts, plan_rounds
+from gimbal_jax.scheduler.migration import Round, migration_between, plan_rounds
 from gimbal_jax.scheduler.placement import assign_slots
 from gimbal_jax.scheduler.traffic import rank_of_expert
 from tests.scheduler.windows import random_placement
@@ -45,11 +45,23 @@ def test_swap_within_a_rank_needs_two_rows():
         plan_rounds(np.array([0, 1]), np.array([1, 0]), 1, rows_per_pair=1)
 
 
-def test_moved_experts_counts_changes_of_rank_only():
-    old_LE = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
-    new_LE = np.array([[1, 0, 2, 3], [2, 1, 0, 3]])
-    assert moved_experts(old_LE, new_LE, 2) == 2
-    assert moved_experts(old_LE[0], new_LE[0], 2) == 0
+def test_a_migration_says_what_goes_where():
+    old_LE = np.array([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]])
+    new_LE = np.array([[1, 0, 2, 3], [0, 1, 2, 3], [2, 1, 0, 3]])  # a swap within rank 0, nothing, a real swap
+    migration = migration_between(old_LE, new_LE, 2)
+    moves = zip(
+        migration.layer_M, migration.expert_M, migration.src_slot_M, migration.dst_slot_M,
+        migration.src_rank_M, migration.dst_rank_M, strict=True,
+    )  # fmt: skip
+    assert [tuple(map(int, move)) for move in moves] == [
+        (0, 0, 0, 1, 0, 0),
+        (0, 1, 1, 0, 0, 0),
+        (2, 0, 0, 2, 0, 1),
+        (2, 2, 2, 0, 1, 0),
+    ]
+    assert migration.layers.tolist() == [0, 2]
+    assert (migration.experts_moved, migration.sent_bytes(100)) == (2, 200)
+    assert migration_between(old_LE, old_LE, 2).sent_bytes(100) == 0
 
 
 def check_rounds(old_E: np.ndarray, new_E: np.ndarray, ranks: int, rows_per_pair: int) -> int:

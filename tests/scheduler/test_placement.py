@@ -11,7 +11,7 @@ from gimbal_jax.scheduler.placement import assign_slots, propose, static_placeme
 from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_share
 from tests.scheduler.windows import random_placement, skewed_counts, traffic
 
-GIMBAL, EPLB = PlacementConfig(), PlacementConfig(policy="eplb")
+GIMBAL, EPLB, REFINED = PlacementConfig(), PlacementConfig(policy="eplb"), PlacementConfig(policy="gimbal_refined")
 
 
 def test_static_placement_is_contiguous():
@@ -23,6 +23,10 @@ def test_static_placement_is_contiguous():
 def test_trap_12_says_which_rank_counts_would_work():
     with pytest.raises(ValueError, match=r"12 experts .* 5 ranks .* possible: 1, 2, 3, 4, 6, 12$"):
         static_placement(2, 12, 5)
+    with pytest.raises(ValueError, match=r"12 experts .* 5 ranks .* possible: 1, 2, 3, 4, 6, 12$"):
+        propose(np.ones((1, 1, 12), dtype=np.int64), np.arange(12)[None], 5, GIMBAL)
+    with pytest.raises(ValueError, match="4 ranks cannot be split over 3 sources"):
+        propose(np.ones((1, 3, 12), dtype=np.int64), np.arange(12)[None], 4, GIMBAL)
 
 
 def test_arrivals_fill_vacated_slots_and_stayers_keep_theirs():
@@ -44,7 +48,7 @@ def test_assigned_slots_are_a_permutation_on_the_wanted_ranks(layers, ranks, slo
     assert (new_slot_LE[stays_LE] == old_slot_LE[stays_LE]).all()
 
 
-@given(traffic(), st.sampled_from([GIMBAL, EPLB, PlacementConfig(policy="static")]))
+@given(traffic(), st.sampled_from([GIMBAL, EPLB, REFINED, PlacementConfig(policy="static")]))
 def test_proposals_are_placements_and_say_what_they_cost(case, config):
     counts_LSE, slot_LE, ranks = case
     proposal = propose(counts_LSE, slot_LE, ranks, config)
@@ -60,10 +64,14 @@ def test_proposals_are_placements_and_say_what_they_cost(case, config):
     assert not moved_LE[~counts_LSE.any(axis=(1, 2))].any()
 
 
-@given(traffic(), st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 1.0, 1.0), (1.0, 10.0, 0.0)]))
-def test_gimbal_never_costs_more_than_staying_in_any_layer(case, weights):
+@given(
+    traffic(),
+    st.sampled_from(["gimbal", "gimbal_refined"]),
+    st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 1.0, 1.0), (1.0, 10.0, 0.0)]),
+)
+def test_gimbal_never_costs_more_than_staying_in_any_layer(case, policy, weights):
     counts_LSE, slot_LE, ranks = case
-    config = PlacementConfig(alpha=weights[0], beta=weights[1], gamma=weights[2])
+    config = PlacementConfig(policy, *weights)
     proposal = propose(counts_LSE, slot_LE, ranks, config)
     before_L = placement_cost_L(counts_LSE, slot_LE, slot_LE, ranks, config)
     after_L = placement_cost_L(counts_LSE, proposal.slot_of_expert_LE, slot_LE, ranks, config)
@@ -83,6 +91,24 @@ def test_min_gain_decides():
     refused = propose(counts_LSE, slot_LE, 2, PlacementConfig(beta=1.0, gamma=0.1, min_gain=0.56))
     assert not refused.apply
     assert refused.reason == "gain 55.00% does not exceed min_gain 56.00%"
+
+
+def test_uncalibrated_is_gimbal_at_equal_weights():
+    rng = np.random.default_rng(7)
+    counts_LSE, slot_LE = skewed_counts(rng, 4, 2, 64, 20_000), static_placement(4, 64, 4)
+    uncalibrated = propose(counts_LSE, slot_LE, 4, PlacementConfig("gimbal_uncalibrated", alpha=5.0, gamma=0.0))
+    equal = propose(counts_LSE, slot_LE, 4, PlacementConfig("gimbal", alpha=1.0, beta=1.0, gamma=1.0))
+    assert uncalibrated.slot_of_expert_LE.tolist() == equal.slot_of_expert_LE.tolist()
+    assert (uncalibrated.cost_before, uncalibrated.cost_after) == (equal.cost_before, equal.cost_after)
+    assert equal.experts_moved > 0
+
+
+def test_refined_saves_more_than_greedy_with_as_many_moves():
+    rng = np.random.default_rng(7)
+    counts_LSE, slot_LE = skewed_counts(rng, 8, 2, 128, 30_000), static_placement(8, 128, 4)
+    greedy, refined = (propose(counts_LSE, slot_LE, 4, config) for config in (GIMBAL, REFINED))
+    assert refined.cost_after < 0.99 * greedy.cost_after
+    assert refined.experts_moved < 1.1 * greedy.experts_moved
 
 
 def test_eplb_applies_whatever_differs():

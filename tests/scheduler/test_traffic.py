@@ -1,14 +1,19 @@
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import (
+    balancedness_sglang,
+    balancedness_vllm,
     expert_pressure_S,
     imbalance_L,
+    merge_windows,
     rank_load_LR,
     rank_of_expert,
     remote_share,
+    smooth_windows,
     tokens_LSR,
 )
 from tests.scheduler.windows import traffic
@@ -34,6 +39,16 @@ def test_ranks_of_a_source_are_its_tensor_parallel_group():
     slot_LE = static_placement(1, 4, 4)
     assert remote_share(counts_LSE, slot_LE, 4) == (4 + 8 + 16 + 32) / 255
     assert expert_pressure_S(counts_LSE, slot_LE, 4, 1, 1).tolist() == [1 + 2 + 16 + 32, 4 + 8 + 64 + 128]
+    assert expert_pressure_S(counts_LSE, slot_LE, 4, 1, 1, "max").tolist() == [2 + 32, 8 + 128]
+
+
+def test_trap_15_straggler_pressure_is_the_fullest_rank_of_each_layer():
+    # One source of two ranks, the fullest of which changes from layer to layer: waiting adds up over layers.
+    counts_LSE = np.array([[[10, 0]], [[0, 6]]])
+    assert expert_pressure_S(counts_LSE, static_placement(2, 2, 2), 2, 1, 1).tolist() == [16 / 2]
+    assert expert_pressure_S(counts_LSE, static_placement(2, 2, 2), 2, 1, 1, "max").tolist() == [(10 + 6) / 2]
+    even_LSE = np.array([[[8, 8]], [[3, 3]]])
+    assert expert_pressure_S(even_LSE, static_placement(2, 2, 2), 2, 1, 1, "max").tolist() == [(8 + 3) / 2]
 
 
 def test_token_served_at_home_in_every_layer_weighs_one():
@@ -42,6 +57,44 @@ def test_token_served_at_home_in_every_layer_weighs_one():
     counts_LSE[:, 0, :2] = tokens
     counts_LSE[:, 1, 2:] = 2 * tokens
     assert expert_pressure_S(counts_LSE, static_placement(layers, 4, 2), 2, 1, k).tolist() == [tokens, 2 * tokens]
+
+
+def test_two_definitions_of_balancedness():
+    # Rank loads 30 and 10, then 10 and 10: vLLM adds up the layers, SGLang takes the mean of their ratios.
+    counts_LSE, slot_LE = np.array([[[20, 10, 5, 5]], [[5, 5, 5, 5]]]), static_placement(2, 4, 2)
+    assert balancedness_vllm(counts_LSE, slot_LE, 2) == (20 + 10) / (30 + 10)
+    assert balancedness_sglang(counts_LSE, slot_LE, 2) == pytest.approx((20 / 30 + 1) / 2, abs=1e-5)
+    nothing_LSE = np.zeros_like(counts_LSE)
+    assert balancedness_vllm(nothing_LSE, slot_LE, 2) == 0.0
+    assert balancedness_sglang(nothing_LSE, slot_LE, 2) == 1.0
+
+
+@given(traffic())
+def test_balancedness_of_one_layer_is_the_inverse_of_imbalance(case):
+    counts_LSE, slot_LE, ranks = case
+    for l in np.flatnonzero(counts_LSE.any(axis=(1, 2))):
+        layer = counts_LSE[[l]], slot_LE[[l]], ranks
+        assert balancedness_vllm(*layer) == pytest.approx(1 / imbalance_L(*layer)[0])
+        assert balancedness_sglang(*layer) == pytest.approx(1 / imbalance_L(*layer)[0], abs=1e-4)
+
+
+@given(traffic(), st.integers(1, 4))
+def test_merging_conserves_tokens_and_loads(case, windows):
+    counts_LSE, slot_LE, ranks = case
+    counts_WLSE = np.stack([counts_LSE * w for w in range(1, windows + 1)])
+    merged_LSE = merge_windows(counts_WLSE)
+    assert merged_LSE.sum() == counts_WLSE.sum()
+    loads_WLR = [rank_load_LR(window_LSE, slot_LE, ranks) for window_LSE in counts_WLSE]
+    assert (rank_load_LR(merged_LSE, slot_LE, ranks) == sum(loads_WLR)).all()
+
+
+def test_smoothing_halves_what_is_one_window_older():
+    windows = [np.full((1, 1, 2), n) for n in (8, 4, 2)]
+    smoothed = np.zeros((1, 1, 2))
+    for window_LSE in windows:
+        smoothed = smooth_windows(smoothed, window_LSE, 0.5)
+    assert smoothed.tolist() == [[[2 + 4 / 2 + 8 / 4] * 2]]
+    assert smooth_windows(windows[0], windows[1], 0.0) is windows[1]
 
 
 def test_empty_window():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import threading
@@ -12,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.config import DispatchConfig, EngineConfig, MeshConfig, ModelConfig, QueueConfig, ServerConfig
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.frontend import NotServing, QueueFull
@@ -39,6 +40,8 @@ MODEL = ModelConfig(
 CONFIG = ServerConfig(
     mesh=MeshConfig(dp=2, tp=2), engine=EngineConfig(max_model_len=64, page_size=4, num_pages=32, max_rows=8)
 )
+LATE = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="late"))
+BY_PRIORITY = dataclasses.replace(CONFIG, queue=QueueConfig(policy="priority"))
 NO_FILES = ModelFiles(name="fake", folder=Path("/models/fake"), tokenizer=None, archive=b"", sampling_defaults={})
 
 PLACEMENT = PlacementRecord(
@@ -69,6 +72,8 @@ def trace(engine, *, at=None, seen=0, running=0, waiting=0, prefill=0, kv_use=0.
         expert_pressure=1.0 + engine,
         running_requests=running,
         waiting_requests=waiting,
+        kv_tokens=10 * running,
+        waiting_tokens=prefill,
     )
 
 
@@ -81,7 +86,9 @@ class FakeCore:
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
         self.traces: tuple[Trace, ...] = ()
+        self.central_queue = 0
         self.on_outputs = lambda outputs: None
+        self.on_bound = lambda now, bound: None
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
         self.rebalances = 0
@@ -139,6 +146,8 @@ class FakeCore:
             experts_moved=3,
             bytes_moved=4096,
             last_rebalance=self.last_rebalance,
+            windows_written=5,
+            windows_lost=2,
             compiles_after_warmup=0,
         )
 

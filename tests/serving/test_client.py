@@ -7,7 +7,7 @@ import pytest
 
 from gimbal_jax.serving import client_records as records
 from gimbal_jax.serving.model_files import load_model_files
-from tests.serving.fake_server import FakeCore, running_server, until, with_server, write_model_folder
+from tests.serving.fake_server import BY_PRIORITY, FakeCore, running_server, until, with_server, write_model_folder
 
 
 async def collect(chunks):
@@ -37,6 +37,15 @@ async def test_one_chunk_without_streaming(core, client):
     [chunk] = await collect(client.generate(token_ids=[5], stop_token_ids=[8], logprobs=0, stream=False))
     assert (chunk.token_ids, chunk.finish_reason, chunk.stop_token_id) == ((6, 7), "stop", 8)
     assert [(entry.chosen, entry.top_ids) for entry in chunk.logprobs] == [(-0.5, ())] * 2
+
+
+@with_server({"config": BY_PRIORITY})
+async def test_priority_reaches_the_core_or_is_refused(core, client):
+    for priority in (0, -100, 7):
+        await collect(client.generate(token_ids=[5], max_tokens=1, priority=priority))
+    assert [request.priority for request in core.submitted] == [0, -100, 7]
+    with pytest.raises(records.InvalidRequest, match=r"x-gimbal-priority must be an integer in \[-100, 100\], got 101"):
+        await collect(client.generate(token_ids=[5], priority=101))
 
 
 @with_server()

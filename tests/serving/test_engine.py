@@ -1,126 +1,19 @@
 """The engine against a small deterministic model."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gimbal_jax.config import EngineConfig, QueueConfig
+from gimbal_jax.config import EngineConfig
+from gimbal_jax.scheduler.late import Room
+from gimbal_jax.scheduler.queue import Job
 from gimbal_jax.serving.engine import Engine, max_sequence_tokens
 from gimbal_jax.serving.plan import NextToken, Plan
 from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
 from tests.serving.paged_model import VOCAB, PagedModel, alone, request
-
-CONFIG = EngineConfig(
-    max_model_len=64, page_size=4, num_pages=32, max_rows=4, token_budget=16, tile=4, max_queue=8, exchange="gather"
-)
-FCFS, SJF = QueueConfig(policy="fcfs"), QueueConfig(policy="sjf_aging", aging_s=5.0)
-
-
-def step(engine: Engine, model: PagedModel, now: float = 0.0) -> tuple[Plan, list[Output]]:
-    plan = engine.schedule(now)
-    return plan, engine.commit(plan, model(plan))
-
-
-def run(engine: Engine, config: EngineConfig, most: int = 500) -> Iterator[tuple[Plan, list[Output]]]:
-    """Step until idle."""
-    model = PagedModel(config)
-    for _ in range(most):
-        if engine.idle:
-            return
-        yield step(engine, model)
-    raise AssertionError(f"still busy after {most} steps")
-
-
-def result(outputs: Iterable[Output], request_id: str) -> tuple[tuple[int, ...], str | None]:
-    """All tokens of a request, and how it ended."""
-    mine = [out for out in outputs if out.request_id == request_id]
-    return tuple(token for out in mine for token in out.token_ids), mine[-1].finish_reason
-
-
-def ids(chunks) -> list[tuple[str, int]]:
-    return [(chunk.request_id, len(chunk.tokens)) for chunk in chunks]
-
-
-# -- order ------------------------------------------------------------------
-
-
-def three_prompts(queue: QueueConfig, now: float) -> list[tuple[str, int]]:
-    engine = Engine(0, CONFIG, queue)
-    for i, length in enumerate((20, 3, 9), 1):
-        engine.add(request("abc"[i - 1], length, arrival=float(i), sequence=i))
-    return ids(engine.schedule(now).prefill)
-
-
-def test_fcfs_order():
-    assert three_prompts(FCFS, now=3.0) == [("a", 16)]
-
-
-def test_shortest_prefill_first():
-    # b 3 tokens in one tile, c 9 in three: no tile is left for a, although the budget has 4 tokens.
-    assert three_prompts(SJF, now=3.0) == [("b", 3), ("c", 9)]
-
-
-def test_an_aged_request_goes_first():
-    assert three_prompts(SJF, now=6.5) == [("a", 16)]
-
-
-def test_a_shorter_arrival_overtakes_a_started_prefill_which_then_goes_on():
-    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
-    engine.add(request("long", 40, sequence=1))
-    assert ids(step(engine, model)[0].prefill) == [("long", 16)]
-    engine.add(request("short", 5, arrival=1.0, sequence=2))
-    plan, outputs = step(engine, model, now=1.0)
-    assert ids(plan.prefill) == [("short", 5), ("long", 8)]
-    assert plan.tiles == 4
-    assert [out.request_id for out in outputs] == ["short"]
-    # Now "short" decodes: it takes one token of the budget, and the rest goes to prefill.
-    plan, _ = step(engine, model, now=1.0)
-    assert (ids(plan.decode), ids(plan.prefill)) == ([("short", 1)], [("long", 15)])
-    assert [chunk.start for chunk in plan.chunks] == [5, 24]
-
-
-def test_a_started_prefill_counts_by_what_is_left_of_it():
-    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
-    engine.add(request("started", 40, sequence=1))
-    step(engine, model)
-    engine.add(request("longer", 30, arrival=1.0, sequence=2))
-    assert ids(engine.schedule(1.0).prefill) == [("started", 16)]  # 24 left
-
-
-def test_nothing_overtakes_the_first_that_lacks_pages():
-    config = dataclasses.replace(CONFIG, num_pages=8, token_budget=64)
-    engine, model = Engine(0, config, FCFS), PagedModel(config)
-    engine.add(request("running", 13, max_tokens=8, sequence=1))  # 4 of 8 pages
-    step(engine, model)
-    engine.add(request("big", 16, sequence=2))  # 17 tokens: 5 pages
-    engine.add(request("small", 2, sequence=3))
-    plan, _ = step(engine, model)
-    assert (ids(plan.decode), ids(plan.prefill)) == ([("running", 1)], [])
-    engine.cancel("running")
-    assert ids(step(engine, model)[0].prefill) == [("big", 16), ("small", 2)]
-
-
-def test_decode_and_all_chunks_share_the_token_budget():
-    config = dataclasses.replace(CONFIG, token_budget=8, tile=1)
-    engine, model = Engine(0, config, FCFS), PagedModel(config)
-    engine.add(request("a", 1, sequence=1))
-    step(engine, model)
-    engine.add(request("b", 4, sequence=2))
-    engine.add(request("c", 9, sequence=3))
-    plan = engine.schedule(0.0)
-    assert (ids(plan.decode), ids(plan.prefill), plan.tiles) == ([("a", 1)], [("b", 4), ("c", 3)], 7)
-
-
-def test_rows_limit_admission():
-    config = dataclasses.replace(CONFIG, max_rows=2)
-    engine = Engine(0, config, FCFS)
-    for i in range(3):
-        engine.add(request(i, 1, sequence=i + 1))
-    assert ids(engine.schedule(0.0).prefill) == [("0", 1), ("1", 1)]
-
+from tests.serving.stepped_engine import CONFIG, FCFS, HRRN, PRIORITY, SJF, ids, result, run, step
 
 # -- pages ------------------------------------------------------------------
 
@@ -283,6 +176,34 @@ def test_trace_by_hand():
     assert (trace.running_prefill_tokens, trace.waiting_prefill_tokens) == (18, 10)
     assert (trace.running_requests, trace.waiting_requests) == (2, 1)
     assert trace.kv_use == (1 + 8) / 32  # pages for 4 and for 31 tokens
+    assert (trace.kv_tokens, trace.waiting_tokens) == (3 + 12, 10)
+
+
+def test_room_by_hand():
+    config = dataclasses.replace(CONFIG, num_pages=12)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    assert engine.room() == Room(decode_rows=0, free_rows=4, free_pages=12, prefills=())
+    engine.add(request("a", 3, max_tokens=9, sequence=1))  # a page; for its fifth token a second one
+    engine.add(request("b", 24, arrival=1.0, sequence=2))  # 7 pages; 12 of its tokens fit beside a
+    assert engine.room().free_rows == 0  # who waits here comes first
+    step(engine, model)
+    assert engine.room() == Room(1, 2, 4, (Job(1.0, 12, waited_tokens=15),))
+    step(engine, model)
+    assert engine.room() == Room(2, 2, 3, ())
+    assert engine.prefill_tokens == 3 + 24
+    engine.add(request("c", 11, arrival=2.0, sequence=3))  # the last 3 pages
+    step(engine, model)
+    step(engine, model)
+    assert engine.free_pages == 0
+    assert engine.room() == Room(3, 0, 0, ())  # c needs a page for its 13th token: the next step will preempt
+
+
+def test_trap_6_what_ended_requests_leave_is_no_pressure():
+    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
+    engine.add(request("a", 9, max_tokens=1))
+    step(engine, model)
+    trace = engine.trace(0.0, 0.0)
+    assert (trace.kv_use, trace.kv_tokens, trace.running_requests) == (0, 0, 0)
 
 
 # -- everything at once -----------------------------------------------------
@@ -318,8 +239,9 @@ def workloads(draw):
             stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
         )
         cancel = draw(st.none() | st.integers(0, 15))
-        jobs.append((Request(str(i), tuple(prompt), params, arrival * 0.7, 0, i + 1), arrival, cancel))
-    return config, draw(st.sampled_from([FCFS, SJF])), jobs
+        priority = draw(st.integers(-1, 1))
+        jobs.append((Request(str(i), tuple(prompt), params, arrival * 0.7, 0, i + 1, priority), arrival, cancel))
+    return config, draw(st.sampled_from([FCFS, SJF, HRRN, PRIORITY])), jobs
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,9 +8,10 @@ import time
 import pytest
 
 from gimbal_jax.config import DispatchConfig
+from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.request import Output, SamplingParams
-from tests.serving.fake_server import CONFIG, FakeCore, trace, until
+from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until
 
 THREE = SamplingParams(max_tokens=3)
 
@@ -85,8 +86,26 @@ async def test_dispatch_follows_the_latest_traces(core, frontend):
     start(frontend, "b")
     await until(lambda: len(core.submitted) == 2)
     assert (core.submitted[1].engine, core.submitted[1].sequence) == (0, 1)
-    assert [decision.rule for *_, decision in frontend.dispatcher.recent] == ["least_score", "least_score"]
+    assert [record.decision.rule for record in frontend.dispatcher.recent] == ["least_score", "least_score"]
     assert frontend.counters.rules == {"least_score": 2}
+
+
+@with_frontend(config=LATE)
+async def test_late_requests_come_without_an_engine_and_their_decisions_are_kept(core, frontend):
+    start(frontend, "a", engine=1)
+    tasks = [start(frontend, id) for id in "bc"]
+    await until(lambda: len(core.submitted) == 3)
+    assert [(request.engine, request.sequence) for request in core.submitted] == [(1, 1), (None, 0), (None, 0)]
+    assert frontend.counters.rules == {"pinned": 1}
+    tasks[0].cancel()
+    await asyncio.wait(tasks[:1])
+    core.on_bound(5.0, [(request.id, Decision(0, "late")) for request in core.submitted[1:]])
+    await until(lambda: len(frontend.dispatcher.recent) == 2)
+    assert frontend.dispatcher.recent[-1] == DispatchRecord("c", 5.0, Decision(0, "late"))
+    assert frontend.counters.rules == {"pinned": 1, "late": 2}
+    for _ in range(3):
+        core.step()
+    assert [token for output in await tasks[1] for token in output.token_ids] == [2, 3, 4]
 
 
 @with_frontend()
@@ -202,4 +221,5 @@ def test_round_robin_and_outputs_from_another_thread():
     with FakeCore(config=config) as core:
         asyncio.run(main(core))
         core.submitted.clear()
+        core.on_bound(0.0, [("late", Decision(0, "late"))])
         core.on_outputs([Output("late", (1,))])  # the loop is closed: nothing may be raised on the engine thread

@@ -43,11 +43,16 @@ def test_engines_and_their_aggregate():
         trace(0, at=90.0, running=2, waiting=1, prefill=40, kv_use=0.5),
         trace(1, at=95.0, running=3, prefill=2),
     )
+    core.central_queue = 4
     samples = served(core)
+    assert samples["gimbal_central_queue_requests", None] == 4
     assert [samples["gimbal_engine_running_requests", engine] for engine in "01"] == [2, 3]
     assert samples["gimbal_running_requests", None] == 5
     assert samples["gimbal_waiting_requests", None] == 1
     assert samples["gimbal_prefill_tokens", None] == 42
+    assert samples["gimbal_engine_kv_tokens", "1"] == 30
+    assert samples["gimbal_kv_tokens", None] == 50
+    assert samples["gimbal_waiting_tokens", None] == 42
     assert samples["gimbal_expert_pressure", None] == 3
     assert [samples["gimbal_engine_kv_use", engine] for engine in "01"] == [0.5, 0.25]
     assert samples["gimbal_oldest_trace_age_seconds", None] == 10
@@ -70,6 +75,8 @@ def test_the_loop():
     assert samples["gimbal_experts_moved_total", None] == 3
     assert samples["gimbal_moved_bytes_total", None] == 4096
     assert samples["gimbal_compiles_after_warmup_total", None] == 0
+    assert samples["gimbal_windows_written_total", None] == 5
+    assert samples["gimbal_windows_lost_total", None] == 2
     assert samples["gimbal_last_placement_decision_age_seconds", None] == 99
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.scheduler.placement import propose
+from gimbal_jax.config import DispatchConfig, MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
 from gimbal_jax.serving import rebalance
-from gimbal_jax.serving.rebalance import Rebalancer
+from gimbal_jax.serving.rebalance import ClosedWindow, Rebalancer, move_to
 from tests.serving.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL as FAKE_MODEL
 
@@ -47,10 +47,10 @@ class Held(Executor):
         future.set_result(fn(*args))
 
 
-def loop(executor=None, **placement) -> tuple[Rebalancer, FakeRunner]:
+def loop(executor=None, policy_function=None, on_window=None, **placement) -> tuple[Rebalancer, FakeRunner]:
     config = replace(CONFIG, placement=replace(CONFIG.placement, **placement))
     runner = FakeRunner(MODEL, config)
-    return Rebalancer(MODEL, config, runner, executor or AtOnce()), runner
+    return Rebalancer(MODEL, config, runner, executor or AtOnce(), policy_function, on_window), runner
 
 
 def steps(rebalancer: Rebalancer, runner: FakeRunner, count: int, counts_LSE=SKEWED_LSE, first: int = 0) -> None:
@@ -100,6 +100,41 @@ def test_a_decision_can_be_asked_for_early():
     assert len(rebalancer.records) == 1
     ticks(rebalancer, 5)
     assert len(rebalancer.records) == 1
+
+
+def test_smoothing_lets_earlier_windows_count_in_decisions_only():
+    seen = []
+
+    def remember(counts_LSE, *others):
+        seen.append(counts_LSE)
+        return propose(counts_LSE, *others)
+
+    rebalancer, runner = loop(policy="static", policy_function=remember, smoothing=0.5)
+    other_LSE = SKEWED_LSE[:, ::-1]
+    for counts_LSE in (SKEWED_LSE, other_LSE, 0 * SKEWED_LSE):
+        steps(rebalancer, runner, 3, counts_LSE)
+        ticks(rebalancer, 1)
+    assert np.array_equal(seen[0], 3 * SKEWED_LSE)
+    assert np.array_equal(seen[1], 3 * other_LSE + 1.5 * SKEWED_LSE)
+    assert np.array_equal(seen[2], 1.5 * other_LSE + 0.75 * SKEWED_LSE)
+    assert not rebalancer.window_LSE.any()
+
+
+def test_closed_windows_are_handed_out_as_they_were():
+    windows: list[ClosedWindow] = []
+    rebalancer, runner = loop(policy="eplb", on_window=windows.append)
+    before_LE = runner.slot_of_expert_LE
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 3)
+    rebalancer.ask()
+    steps(rebalancer, runner, 2, first=10)
+    first, second = windows
+    assert np.array_equal(first.counts_LSE, 3 * SKEWED_LSE)
+    assert (first.steps, first.step, first.time) == (3, 2, 2.0)
+    assert np.array_equal(first.slot_of_expert_LE, before_LE)
+    assert np.array_equal(second.counts_LSE, SKEWED_LSE)
+    assert (second.steps, second.step) == (1, 10)
+    assert not np.array_equal(second.slot_of_expert_LE, before_LE)
 
 
 def test_an_empty_window_keeps_the_placement():
@@ -189,12 +224,11 @@ def test_failed_migration_keeps_the_last_complete_round():
     assert [record.outcome for record in rebalancer.records] == ["failed", "applied"]
 
 
-def test_failed_decision_keeps_the_placement_and_the_loop_alive(monkeypatch):
-    rebalancer, runner = loop()
-    with monkeypatch.context() as patch:
-        patch.setattr(rebalance, "propose", lambda *_: 1 // 0)
-        steps(rebalancer, runner, 3)
-        ticks(rebalancer, 2)
+def test_failed_decision_keeps_the_placement_and_the_loop_alive():
+    calls = iter(range(2))
+    rebalancer, runner = loop(policy_function=lambda *arguments: propose(*arguments) if next(calls) else 1 // 0)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
     (record,) = rebalancer.records
     assert record.outcome == "failed"
     assert "decision failed" in record.reason
@@ -205,6 +239,41 @@ def test_failed_decision_keeps_the_placement_and_the_loop_alive(monkeypatch):
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 3)
     assert rebalancer.records[-1].outcome == "applied"
+
+
+def test_a_policy_of_ones_own_decides_and_is_named():
+    def swap_first(counts_LSE, slot_of_expert_LE, ranks, config):
+        new_slot_LE = slot_of_expert_LE.copy()
+        new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
+        return Proposal(new_slot_LE, 1.0, 0.5, 2 * LAYERS, True, "because")
+
+    rebalancer, runner = loop(policy_function=swap_first)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    (record,) = rebalancer.records
+    assert (record.policy, record.outcome, record.reason) == ("swap_first", "applied", "because")
+    assert runner.slot_of_expert_LE.tolist() == [[7, 1, 2, 3, 4, 5, 6, 0]] * LAYERS
+
+
+def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
+    def twice(counts_LSE, slot_of_expert_LE, ranks, config):
+        return Proposal(0 * slot_of_expert_LE, 1.0, 0.5, 1, True, "wrong")
+
+    rebalancer, runner = loop(policy_function=twice)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    assert rebalancer.records[0].outcome == "failed"
+    assert not runner.migrated
+
+
+def test_a_runner_starts_from_any_placement():
+    runner = FakeRunner(MODEL, CONFIG)
+    wanted_LE = np.random.default_rng(0).permuted(runner.slot_of_expert_LE, axis=1)
+    move_to(runner, wanted_LE, CONFIG)
+    assert np.array_equal(runner.slot_of_expert_LE, wanted_LE)
+    runner.migrated.clear()
+    move_to(runner, wanted_LE, CONFIG)
+    assert not runner.migrated
 
 
 def test_static_never_moves_and_records_are_bounded():
@@ -228,6 +297,15 @@ def test_pressure_is_of_the_steps_since_the_last_call():
     steps(rebalancer, runner, 4, 2 * SKEWED_LSE)
     assert np.allclose(rebalancer.pressure_S(), 2 * halves / MODEL.experts_per_token)
     assert rebalancer.pressure_S().tolist() == [0.0, 0.0]
+
+
+def test_the_straggler_form_of_pressure():
+    config = replace(CONFIG, dispatch=DispatchConfig(expert_pressure="max"))
+    runner = FakeRunner(MODEL, config)
+    rebalancer = Rebalancer(MODEL, config, runner, AtOnce())
+    steps(rebalancer, runner, 2)
+    # Ranks hold two experts each: the fullest of the first two has 170 + 3 tokens a step, of the other two 7 + 130.
+    assert np.allclose(rebalancer.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
 
 
 def test_pressure_follows_the_placement_in_force():

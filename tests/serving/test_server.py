@@ -3,76 +3,15 @@
 import asyncio
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from grpc import StatusCode
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
 from gimbal_jax.serving.frontend import NotServing, QueueFull
-from gimbal_jax.serving.request import Output, Request, SamplingParams
-from gimbal_jax.serving.server import Server
-from tests.serving.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL, running_server, until
-
-CONFIG = ServerConfig(
-    MeshConfig(dp=2, tp=2),
-    EngineConfig(max_model_len=64, page_size=4, num_pages=16, max_rows=4, token_budget=16, tile=4),
-)
-FREE = (CONFIG.engine.num_pages,) * 2
-
-
-def request(name: str, prompt=(1, 2, 3), max_tokens: int = 4, engine: int = 0, sequence: int = 1) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(max_tokens, temperature=0.0), 0.0, engine, sequence)
-
-
-class Outputs:
-    """What a server told its frontend."""
-
-    def __init__(self, server: Server) -> None:
-        self.all: list[Output] = []
-        server.on_outputs = self.all.extend
-
-    def tokens(self, name: str) -> list[int]:
-        return [token for output in self.all if output.request_id == name for token in output.token_ids]
-
-    def ends(self) -> dict[str, tuple[str, str]]:
-        """How each ended request ended: reason and error."""
-        return {o.request_id: (o.finish_reason, o.error) for o in self.all if o.finish_reason is not None}
-
-
-@contextmanager
-def new_server(config=CONFIG, clock=time.monotonic):
-    """A server with its runner and outputs; stopped at the end."""
-    runner = FakeRunner(MODEL, config)
-    server = Server(MODEL, config, runner, clock)
-    try:
-        yield server, runner, Outputs(server)
-    finally:
-        server.stop()
-
-
-@contextmanager
-def open_server(config=CONFIG):
-    """One to be ticked by hand."""
-    with new_server(config) as (server, runner, outputs):
-        server.open()
-        yield server, runner, outputs
-
-
-def tick(server: Server, count: int) -> None:
-    for now in range(count):
-        server.tick(float(now))
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.002)
-
+from tests.serving.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 
 # -- ticks --------------------------------------------------------------------
 
@@ -129,6 +68,18 @@ def test_traces_are_published_at_their_period_also_by_idle_engines():
         # 16 of its tokens ran, with two experts each: 16 on experts 1 and 2 in either layer, which engine 0's ranks
         # hold up to expert 1.
         assert [t.expert_pressure for t in server.traces] == [8.0, 8.0]
+
+
+def test_trap_1_a_change_of_cache_use_alone_is_published():
+    with open_server() as (server, _, _):
+        server.submit(request("a", [1] * 4, max_tokens=20))
+        server.tick(0.0)
+        before = server.traces[0]
+        for now in (0.02, 0.04, 0.06, 0.08, 0.2):  # the last one is the ninth token, on a page of its own
+            server.tick(now)
+        assert (before.time, before.kv_use, before.kv_tokens) == (0.0, 2 / 16, 4)
+        after = replace(before, time=0.2, kv_use=3 / 16, kv_tokens=9)
+        assert replace(server.traces[0], expert_pressure=before.expert_pressure) == after
 
 
 # -- admission and cancellation -------------------------------------------------

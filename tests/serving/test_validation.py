@@ -8,7 +8,14 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig
 from gimbal_jax.serving.request import SamplingParams
-from gimbal_jax.serving.validation import MAX_REQUEST_ID, InvalidField, Unsupported, max_prompt_tokens, parse_generate
+from gimbal_jax.serving.validation import (
+    MAX_REQUEST_ID,
+    InvalidField,
+    Unsupported,
+    max_prompt_tokens,
+    parse_generate,
+    parse_priority,
+)
 from tests.serving.fake_server import CONFIG, MODEL
 
 VOCAB = MODEL.vocab_size
@@ -188,3 +195,23 @@ def test_any_request_is_refused_clearly_or_safe_to_run(**fields):
     assert sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS
     assert len(sampling.stop_token_ids) <= MAX_STOP_IDS
     assert (299 in sampling.stop_token_ids) or fields["ignore_eos"]
+
+
+@pytest.mark.parametrize(("value", "priority"), [("0", 0), ("-100", -100), ("100", 100), ("+7", 7), ("007", 7)])
+def test_priority_is_an_integer_in_the_metadata(value, priority):
+    metadata = [("user-agent", "grpc"), ("x-gimbal-priority", value)]
+    assert parse_priority(metadata, "priority") == priority
+    assert parse_priority([], "priority") == 0
+
+
+@pytest.mark.parametrize("value", ["101", "-101", "1e9", "1.5", "", " 1", "high", "٣", "9" * 50])
+def test_other_priorities_are_refused_by_name(value):
+    with pytest.raises(InvalidField) as error:
+        parse_priority([("x-gimbal-priority", value)], "priority")
+    assert str(error.value) == f"x-gimbal-priority must be an integer in [-100, 100], got {value}"
+
+
+def test_priority_is_refused_where_the_queue_would_not_heed_it():
+    assert parse_priority([("x-gimbal-priority", "0")], "sjf_aging") == 0
+    with pytest.raises(InvalidField, match="x-gimbal-priority must be 0 where the queue policy is not priority, got 1"):
+        parse_priority([("x-gimbal-priority", "1")], "sjf_aging")

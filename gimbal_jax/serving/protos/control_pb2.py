@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'gimbal_jax/serving/protos/control.proto\x12\tgimbal.v1\"\x15\n\x13GetPlacementRequest\"r\n\x14GetPlacementResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x0f\n\x07sources\x18\x04 \x01(\r\x12\x19\n\x11slot_of_expert_LE\x18\x05 \x03(\r\"d\n\x10GetCountsRequest\x12\x30\n\x05scope\x18\x01 \x01(\x0e\x32!.gimbal.v1.GetCountsRequest.Scope\"\x1e\n\x05Scope\x12\n\n\x06WINDOW\x10\x00\x12\t\n\x05TOTAL\x10\x01\"Y\n\x11GetCountsResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07sources\x18\x02 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x03 \x01(\r\x12\x12\n\ncounts_LSE\x18\x04 \x03(\x04\"\x12\n\x10GetTracesRequest\"\xd0\x01\n\x05Trace\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x0c\n\x04seen\x18\x03 \x01(\x04\x12\x1e\n\x16running_prefill_tokens\x18\x04 \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06kv_use\x18\x06 \x01(\x01\x12\x17\n\x0f\x65xpert_pressure\x18\x07 \x01(\x01\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\"B\n\x11GetTracesResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12 \n\x06traces\x18\x02 \x03(\x0b\x32\x10.gimbal.v1.Trace\"#\n\x13GetDecisionsRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"\\\n\x08\x44ispatch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\x12\x10\n\x08scores_S\x18\x05 \x03(\x01\"\x95\x02\n\tPlacement\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x63ost_before\x18\x06 \x01(\x01\x12\x12\n\ncost_after\x18\x07 \x01(\x01\x12\x18\n\x10imbalance_before\x18\x08 \x01(\x01\x12\x17\n\x0fimbalance_after\x18\t \x01(\x01\x12\x1b\n\x13remote_share_before\x18\n \x01(\x01\x12\x1a\n\x12remote_share_after\x18\x0b \x01(\x01\x12\x15\n\rexperts_moved\x18\x0c \x01(\x04\x12\x0f\n\x07seconds\x18\r \x01(\x01\"v\n\x14GetDecisionsResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\'\n\ndispatches\x18\x02 \x03(\x0b\x32\x13.gimbal.v1.Dispatch\x12(\n\nplacements\x18\x03 \x03(\x0b\x32\x14.gimbal.v1.Placement\"\x12\n\x10GetStatusRequest\"\xa6\x02\n\x11GetStatusResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x19\n\x11tokens_computed_S\x18\x05 \x03(\x04\x12\x14\n\x0c\x66ree_pages_S\x18\x06 \x03(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rexperts_moved\x18\x08 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\t \x01(\x04\x12\x1d\n\x15\x63ompiles_after_warmup\x18\n \x01(\x04\x12\x1b\n\x0elast_rebalance\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0f\x61\x63tive_requests\x18\x0c \x01(\rB\x11\n\x0f_last_rebalance\"\x12\n\x10RebalanceRequest\"\x13\n\x11RebalanceResponse2\xcb\x03\n\x07\x43ontrol\x12O\n\x0cGetPlacement\x12\x1e.gimbal.v1.GetPlacementRequest\x1a\x1f.gimbal.v1.GetPlacementResponse\x12\x46\n\tGetCounts\x12\x1b.gimbal.v1.GetCountsRequest\x1a\x1c.gimbal.v1.GetCountsResponse\x12\x46\n\tGetTraces\x12\x1b.gimbal.v1.GetTracesRequest\x1a\x1c.gimbal.v1.GetTracesResponse\x12O\n\x0cGetDecisions\x12\x1e.gimbal.v1.GetDecisionsRequest\x1a\x1f.gimbal.v1.GetDecisionsResponse\x12\x46\n\tGetStatus\x12\x1b.gimbal.v1.GetStatusRequest\x1a\x1c.gimbal.v1.GetStatusResponse\x12\x46\n\tRebalance\x12\x1b.gimbal.v1.RebalanceRequest\x1a\x1c.gimbal.v1.RebalanceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'gimbal_jax/serving/protos/control.proto\x12\tgimbal.v1\"\x15\n\x13GetPlacementRequest\"r\n\x14GetPlacementResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x0f\n\x07sources\x18\x04 \x01(\r\x12\x19\n\x11slot_of_expert_LE\x18\x05 \x03(\r\"d\n\x10GetCountsRequest\x12\x30\n\x05scope\x18\x01 \x01(\x0e\x32!.gimbal.v1.GetCountsRequest.Scope\"\x1e\n\x05Scope\x12\n\n\x06WINDOW\x10\x00\x12\t\n\x05TOTAL\x10\x01\"Y\n\x11GetCountsResponse\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0f\n\x07sources\x18\x02 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x03 \x01(\r\x12\x12\n\ncounts_LSE\x18\x04 \x03(\x04\"\x12\n\x10GetTracesRequest\"\xfb\x01\n\x05Trace\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x0c\n\x04seen\x18\x03 \x01(\x04\x12\x1e\n\x16running_prefill_tokens\x18\x04 \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06kv_use\x18\x06 \x01(\x01\x12\x17\n\x0f\x65xpert_pressure\x18\x07 \x01(\x01\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\x12\x11\n\tkv_tokens\x18\n \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x0b \x01(\x04\"Y\n\x11GetTracesResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12 \n\x06traces\x18\x02 \x03(\x0b\x32\x10.gimbal.v1.Trace\x12\x15\n\rcentral_queue\x18\x03 \x01(\r\"#\n\x13GetDecisionsRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"&\n\x04Term\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08values_S\x18\x02 \x03(\x01\"j\n\x08\x44ispatch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\r\x12\x0c\n\x04rule\x18\x04 \x01(\t\x12\x1e\n\x05terms\x18\x05 \x03(\x0b\x32\x0f.gimbal.v1.Term\"\x95\x02\n\tPlacement\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x63ost_before\x18\x06 \x01(\x01\x12\x12\n\ncost_after\x18\x07 \x01(\x01\x12\x18\n\x10imbalance_before\x18\x08 \x01(\x01\x12\x17\n\x0fimbalance_after\x18\t \x01(\x01\x12\x1b\n\x13remote_share_before\x18\n \x01(\x01\x12\x1a\n\x12remote_share_after\x18\x0b \x01(\x01\x12\x15\n\rexperts_moved\x18\x0c \x01(\x04\x12\x0f\n\x07seconds\x18\r \x01(\x01\"v\n\x14GetDecisionsResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\'\n\ndispatches\x18\x02 \x03(\x0b\x32\x13.gimbal.v1.Dispatch\x12(\n\nplacements\x18\x03 \x03(\x0b\x32\x14.gimbal.v1.Placement\"\x12\n\x10GetStatusRequest\"\xbd\x02\n\x11GetStatusResponse\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x19\n\x11tokens_computed_S\x18\x05 \x03(\x04\x12\x14\n\x0c\x66ree_pages_S\x18\x06 \x03(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\rexperts_moved\x18\x08 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\t \x01(\x04\x12\x1d\n\x15\x63ompiles_after_warmup\x18\n \x01(\x04\x12\x1b\n\x0elast_rebalance\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0f\x61\x63tive_requests\x18\x0c \x01(\r\x12\x15\n\rcentral_queue\x18\r \x01(\rB\x11\n\x0f_last_rebalance\"\x12\n\x10RebalanceRequest\"\x13\n\x11RebalanceResponse2\xcb\x03\n\x07\x43ontrol\x12O\n\x0cGetPlacement\x12\x1e.gimbal.v1.GetPlacementRequest\x1a\x1f.gimbal.v1.GetPlacementResponse\x12\x46\n\tGetCounts\x12\x1b.gimbal.v1.GetCountsRequest\x1a\x1c.gimbal.v1.GetCountsResponse\x12\x46\n\tGetTraces\x12\x1b.gimbal.v1.GetTracesRequest\x1a\x1c.gimbal.v1.GetTracesResponse\x12O\n\x0cGetDecisions\x12\x1e.gimbal.v1.GetDecisionsRequest\x1a\x1f.gimbal.v1.GetDecisionsResponse\x12\x46\n\tGetStatus\x12\x1b.gimbal.v1.GetStatusRequest\x1a\x1c.gimbal.v1.GetStatusResponse\x12\x46\n\tRebalance\x12\x1b.gimbal.v1.RebalanceRequest\x1a\x1c.gimbal.v1.RebalanceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,25 +44,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTRACESREQUEST']._serialized_start=386
   _globals['_GETTRACESREQUEST']._serialized_end=404
   _globals['_TRACE']._serialized_start=407
-  _globals['_TRACE']._serialized_end=615
-  _globals['_GETTRACESRESPONSE']._serialized_start=617
-  _globals['_GETTRACESRESPONSE']._serialized_end=683
-  _globals['_GETDECISIONSREQUEST']._serialized_start=685
-  _globals['_GETDECISIONSREQUEST']._serialized_end=720
-  _globals['_DISPATCH']._serialized_start=722
-  _globals['_DISPATCH']._serialized_end=814
-  _globals['_PLACEMENT']._serialized_start=817
-  _globals['_PLACEMENT']._serialized_end=1094
-  _globals['_GETDECISIONSRESPONSE']._serialized_start=1096
-  _globals['_GETDECISIONSRESPONSE']._serialized_end=1214
-  _globals['_GETSTATUSREQUEST']._serialized_start=1216
-  _globals['_GETSTATUSREQUEST']._serialized_end=1234
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1237
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1531
-  _globals['_REBALANCEREQUEST']._serialized_start=1533
-  _globals['_REBALANCEREQUEST']._serialized_end=1551
-  _globals['_REBALANCERESPONSE']._serialized_start=1553
-  _globals['_REBALANCERESPONSE']._serialized_end=1572
-  _globals['_CONTROL']._serialized_start=1575
-  _globals['_CONTROL']._serialized_end=2034
+  _globals['_TRACE']._serialized_end=658
+  _globals['_GETTRACESRESPONSE']._serialized_start=660
+  _globals['_GETTRACESRESPONSE']._serialized_end=749
+  _globals['_GETDECISIONSREQUEST']._serialized_start=751
+  _globals['_GETDECISIONSREQUEST']._serialized_end=786
+  _globals['_TERM']._serialized_start=788
+  _globals['_TERM']._serialized_end=826
+  _globals['_DISPATCH']._serialized_start=828
+  _globals['_DISPATCH']._serialized_end=934
+  _globals['_PLACEMENT']._serialized_start=937
+  _globals['_PLACEMENT']._serialized_end=1214
+  _globals['_GETDECISIONSRESPONSE']._serialized_start=1216
+  _globals['_GETDECISIONSRESPONSE']._serialized_end=1334
+  _globals['_GETSTATUSREQUEST']._serialized_start=1336
+  _globals['_GETSTATUSREQUEST']._serialized_end=1354
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1357
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1674
+  _globals['_REBALANCEREQUEST']._serialized_start=1676
+  _globals['_REBALANCEREQUEST']._serialized_end=1694
+  _globals['_REBALANCERESPONSE']._serialized_start=1696
+  _globals['_REBALANCERESPONSE']._serialized_end=1715
+  _globals['_CONTROL']._serialized_start=1718
+  _globals['_CONTROL']._serialized_end=2177
 # @@protoc_insertion_point(module_scope)

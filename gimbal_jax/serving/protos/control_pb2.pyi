@@ -54,7 +54,7 @@ class GetTracesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Trace(_message.Message):
-    __slots__ = ("engine", "time", "seen", "running_prefill_tokens", "waiting_prefill_tokens", "kv_use", "expert_pressure", "running_requests", "waiting_requests")
+    __slots__ = ("engine", "time", "seen", "running_prefill_tokens", "waiting_prefill_tokens", "kv_use", "expert_pressure", "running_requests", "waiting_requests", "kv_tokens", "waiting_tokens")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,8 @@ class Trace(_message.Message):
     EXPERT_PRESSURE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine: int
     time: float
     seen: int
@@ -73,15 +75,19 @@ class Trace(_message.Message):
     expert_pressure: float
     running_requests: int
     waiting_requests: int
-    def __init__(self, engine: _Optional[int] = ..., time: _Optional[float] = ..., seen: _Optional[int] = ..., running_prefill_tokens: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., expert_pressure: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ...) -> None: ...
+    kv_tokens: int
+    waiting_tokens: int
+    def __init__(self, engine: _Optional[int] = ..., time: _Optional[float] = ..., seen: _Optional[int] = ..., running_prefill_tokens: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., expert_pressure: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
 
 class GetTracesResponse(_message.Message):
-    __slots__ = ("now", "traces")
+    __slots__ = ("now", "traces", "central_queue")
     NOW_FIELD_NUMBER: _ClassVar[int]
     TRACES_FIELD_NUMBER: _ClassVar[int]
+    CENTRAL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     now: float
     traces: _containers.RepeatedCompositeFieldContainer[Trace]
-    def __init__(self, now: _Optional[float] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ...) -> None: ...
+    central_queue: int
+    def __init__(self, now: _Optional[float] = ..., traces: _Optional[_Iterable[_Union[Trace, _Mapping]]] = ..., central_queue: _Optional[int] = ...) -> None: ...
 
 class GetDecisionsRequest(_message.Message):
     __slots__ = ("last",)
@@ -89,19 +95,27 @@ class GetDecisionsRequest(_message.Message):
     last: int
     def __init__(self, last: _Optional[int] = ...) -> None: ...
 
+class Term(_message.Message):
+    __slots__ = ("name", "values_S")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    values_S: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., values_S: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Dispatch(_message.Message):
-    __slots__ = ("request_id", "time", "engine", "rule", "scores_S")
+    __slots__ = ("request_id", "time", "engine", "rule", "terms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
-    SCORES_S_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     time: float
     engine: int
     rule: str
-    scores_S: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., engine: _Optional[int] = ..., rule: _Optional[str] = ..., scores_S: _Optional[_Iterable[float]] = ...) -> None: ...
+    terms: _containers.RepeatedCompositeFieldContainer[Term]
+    def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., engine: _Optional[int] = ..., rule: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("time", "step", "policy", "outcome", "reason", "cost_before", "cost_after", "imbalance_before", "imbalance_after", "remote_share_before", "remote_share_after", "experts_moved", "seconds")
@@ -148,7 +162,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests")
+    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests", "central_queue")
     NOW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +175,7 @@ class GetStatusResponse(_message.Message):
     COMPILES_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
     LAST_REBALANCE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CENTRAL_QUEUE_FIELD_NUMBER: _ClassVar[int]
     now: float
     state: str
     error: str
@@ -173,7 +188,8 @@ class GetStatusResponse(_message.Message):
     compiles_after_warmup: int
     last_rebalance: float
     active_requests: int
-    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ...) -> None: ...
+    central_queue: int
+    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ..., central_queue: _Optional[int] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,50 @@
+from itertools import permutations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gimbal_jax.config import PlacementConfig
+from gimbal_jax.scheduler.objective import window_objective
+from gimbal_jax.scheduler.placement import assign_slots, propose, static_placement
+from gimbal_jax.scheduler.relabel import fewest_moves_rank_LE
+from tests.scheduler.windows import skewed_counts
+
+
+def test_ranks_of_one_source_take_each_other_s_names():
+    old_LE = np.array([[0, 0, 1, 1, 2, 2, 3, 3]])
+    # ranks 0 and 1 have changed places; so have 0 and 2, but those belong to different sources
+    assert fewest_moves_rank_LE(np.array([[1, 1, 0, 0, 2, 2, 3, 3]]), old_LE, 4, 2).tolist() == old_LE.tolist()
+    across_LE = np.array([[2, 2, 1, 1, 0, 0, 3, 3]])
+    assert fewest_moves_rank_LE(across_LE, old_LE, 4, 2).tolist() == across_LE.tolist()
+    assert fewest_moves_rank_LE(across_LE, old_LE, 4, 1).tolist() == old_LE.tolist()
+
+
+def test_eplb_that_only_renames_ranks_moves_nothing():
+    # by falling load 9 -> rank 0, 8 -> rank 1, 2 -> rank 1, 1 -> rank 0: what is in force, under other names
+    slot_LE = assign_slots(np.array([[1, 0, 1, 0]]), static_placement(1, 4, 2), 2)
+    proposal = propose(np.array([[[9, 8, 1, 2]]]), slot_LE, 2, PlacementConfig(policy="eplb"))
+    assert (proposal.experts_moved, proposal.reason) == (0, "no expert would move")
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_fewest_of_all_orders_and_costs_no_more(sources, tp, slots, seed):
+    rng = np.random.default_rng(seed)
+    ranks = sources * tp
+    experts = ranks * slots
+    old_slot_LE = rng.permuted(static_placement(2, experts, ranks), axis=1)
+    old_LE, new_LE = old_slot_LE // slots, rng.permuted(np.tile(np.arange(experts) // slots, (2, 1)), axis=1)
+    named_LE = fewest_moves_rank_LE(new_LE, old_LE, ranks, sources)
+    for named_E, new_E, old_E in zip(named_LE, new_LE, old_LE, strict=True):
+        for source in range(sources):
+            mine = np.arange(source * tp, source * tp + tp)
+            here_E = np.isin(new_E, mine)
+            fewest = min(
+                (np.array(order)[new_E[here_E] - mine[0]] != old_E[here_E]).sum() for order in permutations(mine)
+            )
+            assert (named_E[here_E] != old_E[here_E]).sum() == fewest
+            assert np.isin(named_E[here_E], mine).all()
+        # the same sets of experts share a rank
+        assert ((named_E[:, None] == named_E) == (new_E[:, None] == new_E)).all()
+    objective = window_objective(skewed_counts(rng, 2, sources, experts, 500), old_slot_LE, ranks, PlacementConfig())
+    assert (objective.cost_L(named_LE) <= objective.cost_L(new_LE) + 1e-12).all()

@@ -1,0 +1,105 @@
+"""Windows to files: beside the engine thread, complete, and never in the way of a step."""
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gimbal_jax.config import PlacementConfig
+from gimbal_jax.scheduler.counts_file import load_counts
+from gimbal_jax.serving import counts_dump
+from gimbal_jax.serving.counts_dump import MAX_PENDING, CountsDump
+from gimbal_jax.serving.rebalance import ClosedWindow
+from gimbal_jax.serving.server import Server
+from tests.serving.fake_runner import FakeRunner
+from tests.serving.fake_server import MODEL
+from tests.serving.ticked_server import CONFIG, Outputs, request
+
+META = {"model": "fake", "ranks": CONFIG.mesh.ranks}
+WINDOW = ClosedWindow(
+    np.ones((2, 2, 4), np.int64), np.tile(np.arange(4, dtype=np.int32), (2, 1)), steps=3, step=30, time=1.5
+)
+
+
+def test_a_window_becomes_a_file(tmp_path):
+    dump = CountsDump(tmp_path / "a" / "b", "run", META)
+    dump.write(WINDOW)
+    dump.close()
+    (path,) = (tmp_path / "a" / "b").iterdir()
+    assert path.name == "run-000000030.npz"
+    file = load_counts(path)
+    np.testing.assert_array_equal(file.counts_WLSE, WINDOW.counts_LSE[None])
+    np.testing.assert_array_equal(file.slot_of_expert_WLE, WINDOW.slot_of_expert_LE[None])
+    assert file.meta == META | {"steps": 3, "step": 30, "time": 1.5}
+    assert (dump.written, dump.lost) == (1, 0)
+
+
+def test_a_server_dumps_every_window_and_goes_on(tmp_path):
+    config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
+    dump = CountsDump(tmp_path, "run", META)
+    server = Server(MODEL, config, FakeRunner(MODEL, config), dump=dump)
+    outputs = Outputs(server)
+    server.open()
+    deadline = time.monotonic() + 20
+    for i in range(6):
+        server.submit(request(f"r{i}", range(1, 12), max_tokens=6, engine=i % 2, sequence=i // 2 + 1))
+        # Decisions come from a thread of their own: tick until the last window, asked for early, is closed.
+        while len(outputs.ends()) <= i or server.rebalancer.open_steps:
+            assert time.monotonic() < deadline
+            if len(outputs.ends()) > i:
+                server.rebalancer.ask()
+            server.tick(time.monotonic())
+    server.stop()
+    files = [load_counts(path) for path in sorted(tmp_path.iterdir())]
+    status = server.status()
+    assert len(files) == status.windows_written >= 6 and status.windows_lost == 0
+    total_LSE = np.sum([file.counts_WLSE.sum(axis=0) for file in files], axis=0)
+    np.testing.assert_array_equal(total_LSE, status.total_counts_LSE)
+    assert [file.meta["step"] for file in files] == sorted({file.meta["step"] for file in files})
+    assert sum(file.meta["steps"] for file in files) == status.step
+
+
+def test_a_full_disk_is_logged_and_counted(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    dump = CountsDump(tmp_path, "run", META)
+    with monkeypatch.context() as patch:
+        patch.setattr(counts_dump, "save_counts", full)
+        dump.write(WINDOW)
+        dump._thread.submit(lambda: None).result()
+    dump.write(replace(WINDOW, step=31))
+    dump.close()
+    assert (dump.written, dump.lost) == (1, 1)
+    assert "window at step 30 not written: [Errno 28] No space left on device" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["run-000000031.npz"]
+
+
+def test_a_folder_that_went_away_is_no_reason_to_stop(tmp_path):
+    dump = CountsDump(tmp_path / "gone", "run", META)
+    (tmp_path / "gone").rmdir()
+    dump.write(WINDOW)
+    dump.close()
+    assert (dump.written, dump.lost) == (0, 1)
+
+
+def test_a_slow_disk_blocks_nobody(tmp_path, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(counts_dump, "save_counts", lambda *_: released.wait(20))
+    dump = CountsDump(tmp_path, "run", META)
+    began = time.monotonic()
+    for _ in range(MAX_PENDING + 3):
+        dump.write(WINDOW)
+    assert time.monotonic() - began < 5
+    assert (dump.written, dump.lost) == (0, 3)
+    released.set()
+    dump.close()
+    assert (dump.written, dump.lost) == (MAX_PENDING, 3)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        CountsDump(tmp_path / "file" / "dump", "run", META)

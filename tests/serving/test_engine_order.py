@@ -1,0 +1,120 @@
+"""Which requests an engine takes into a step, in which order."""
+
+import dataclasses
+
+import pytest
+
+from gimbal_jax.config import QueueConfig
+from gimbal_jax.serving.engine import Engine
+from tests.serving.paged_model import PagedModel, request
+from tests.serving.stepped_engine import CONFIG, FCFS, HRRN, PRIORITY, SJF, ids, run, step
+
+
+def three_prompts(queue: QueueConfig, now: float) -> list[tuple[str, int]]:
+    engine = Engine(0, CONFIG, queue)
+    for i, length in enumerate((20, 3, 9), 1):
+        engine.add(request("abc"[i - 1], length, arrival=float(i), sequence=i))
+    return ids(engine.schedule(now).prefill)
+
+
+def test_fcfs_order():
+    assert three_prompts(FCFS, now=3.0) == [("a", 16)]
+
+
+def test_shortest_prefill_first():
+    # b 3 tokens in one tile, c 9 in three: no tile is left for a, although the budget has 4 tokens.
+    assert three_prompts(SJF, now=3.0) == [("b", 3), ("c", 9)]
+
+
+def test_an_aged_request_goes_first():
+    assert three_prompts(SJF, now=6.5) == [("a", 16)]
+
+
+def test_priority_goes_before_length():
+    engine = Engine(0, CONFIG, PRIORITY)
+    for name, length, priority in [("a", 3, 1), ("b", 9, -1), ("c", 2, 0)]:
+        engine.add(dataclasses.replace(request(name, length), priority=priority))
+    assert ids(engine.schedule(0.0).prefill) == [("b", 9), ("c", 2)]
+
+
+def test_the_lowest_priority_is_preempted_first():
+    config = dataclasses.replace(CONFIG, num_pages=4, max_model_len=16)
+    engine = Engine(0, config, PRIORITY)
+    for name, arrival, priority in [("old", 0.0, 5), ("young", 1.0, 0)]:
+        engine.add(dataclasses.replace(request(name, 6, 8, arrival=arrival), priority=priority))
+    plans = [plan for plan, _ in run(engine, config)]
+    assert [ids(plan.chunks) for plan in plans[2:4]] == [[("young", 1), ("old", 1)], [("young", 1)]]
+
+
+@pytest.mark.parametrize(("queue", "served"), [(HRRN, True), (dataclasses.replace(SJF, aging_s=1e9), False)])
+def test_hrrn_serves_a_long_prompt_under_a_stream_of_short_ones(queue, served):
+    engine, model = Engine(0, CONFIG, queue), PagedModel(CONFIG)
+    engine.add(request("long", 40, max_tokens=1))
+    served_long = False
+    for now in range(1, 40):
+        for i in range(2):  # of two tiles each: they fill the step's four
+            engine.add(request(f"{now}.{i}", 7, max_tokens=1, arrival=float(now)))
+        served_long |= any(out.request_id == "long" for out in step(engine, model, float(now))[1])
+    assert served_long == served
+
+
+def test_hrrn_counts_what_a_request_waited_elsewhere():
+    engine = Engine(0, CONFIG, HRRN)
+    engine.add(request("here", 12), waited_tokens=6)
+    engine.add(request("elsewhere", 16, arrival=1.0), waited_tokens=9)
+    assert ids(engine.schedule(1.0).prefill) == [("elsewhere", 16)]
+
+
+def test_a_shorter_arrival_overtakes_a_started_prefill_which_then_goes_on():
+    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
+    engine.add(request("long", 40, sequence=1))
+    assert ids(step(engine, model)[0].prefill) == [("long", 16)]
+    engine.add(request("short", 5, arrival=1.0, sequence=2))
+    plan, outputs = step(engine, model, now=1.0)
+    assert ids(plan.prefill) == [("short", 5), ("long", 8)]
+    assert plan.tiles == 4
+    assert [out.request_id for out in outputs] == ["short"]
+    # Now "short" decodes: it takes one token of the budget, and the rest goes to prefill.
+    plan, _ = step(engine, model, now=1.0)
+    assert (ids(plan.decode), ids(plan.prefill)) == ([("short", 1)], [("long", 15)])
+    assert [chunk.start for chunk in plan.chunks] == [5, 24]
+
+
+def test_a_started_prefill_counts_by_what_is_left_of_it():
+    engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
+    engine.add(request("started", 40, sequence=1))
+    step(engine, model)
+    engine.add(request("longer", 30, arrival=1.0, sequence=2))
+    assert ids(engine.schedule(1.0).prefill) == [("started", 16)]  # 24 left
+
+
+def test_nothing_overtakes_the_first_that_lacks_pages():
+    config = dataclasses.replace(CONFIG, num_pages=8, token_budget=64)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    engine.add(request("running", 13, max_tokens=8, sequence=1))  # 4 of 8 pages
+    step(engine, model)
+    engine.add(request("big", 16, sequence=2))  # 17 tokens: 5 pages
+    engine.add(request("small", 2, sequence=3))
+    plan, _ = step(engine, model)
+    assert (ids(plan.decode), ids(plan.prefill)) == ([("running", 1)], [])
+    engine.cancel("running")
+    assert ids(step(engine, model)[0].prefill) == [("big", 16), ("small", 2)]
+
+
+def test_decode_and_all_chunks_share_the_token_budget():
+    config = dataclasses.replace(CONFIG, token_budget=8, tile=1)
+    engine, model = Engine(0, config, FCFS), PagedModel(config)
+    engine.add(request("a", 1, sequence=1))
+    step(engine, model)
+    engine.add(request("b", 4, sequence=2))
+    engine.add(request("c", 9, sequence=3))
+    plan = engine.schedule(0.0)
+    assert (ids(plan.decode), ids(plan.prefill), plan.tiles) == ([("a", 1)], [("b", 4), ("c", 3)], 7)
+
+
+def test_rows_limit_admission():
+    config = dataclasses.replace(CONFIG, max_rows=2)
+    engine = Engine(0, config, FCFS)
+    for i in range(3):
+        engine.add(request(i, 1, sequence=i + 1))
+    assert ids(engine.schedule(0.0).prefill) == [("0", 1), ("1", 1)]
