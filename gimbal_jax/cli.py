@@ -191,7 +191,8 @@ async def _serve(
     def warm_up() -> None:
         with _progress("compiling") as progress:
             runner.warm_up(progress)
-        console.print("serving")
+        if server.state == "warming":  # not draining already
+            console.print("serving")
 
     def ended() -> None:
         loop.call_soon_threadsafe(stop.set)
