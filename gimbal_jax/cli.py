@@ -290,7 +290,8 @@ async def _serve(
             runner.warm_up(progress)
         if start_LE is not None:
             move_to(runner, start_LE, config)
-        console.print("serving")
+        if server.state == "warming":  # not draining already
+            console.print("serving")
 
     def ended() -> None:
         loop.call_soon_threadsafe(stop.set)

@@ -51,7 +51,7 @@ RUNS = {
 }
 
 # The trace was recorded on large GPUs: shorter and slower requests suit two CPU cores.
-SLOWDOWN, INPUT_SCALE, OUTPUT_SCALE = 1.25, 1 / 8, 1 / 4
+SLOWDOWN, INPUT_SCALE, OUTPUT_SCALE = 0.75, 1 / 2, 1 / 4
 # Topics persist: eight conversations at a time, each of 25 requests on average.
 CONVERSATIONS, CONVERSATION_END = 8, 0.04
 SAMPLE_PERIOD_S = 2.0

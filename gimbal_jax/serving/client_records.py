@@ -52,6 +52,8 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    # A call that arrives while the server closes; a caller's own cancellation is asyncio's error.
+    grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
 }
