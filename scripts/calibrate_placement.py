@@ -45,13 +45,14 @@ KINDS = {
     "drifting": WindowConfig(persistence=0.8, drift=0.5),
 }
 POLICIES: tuple[PlacementPolicy, ...] = ("gimbal", "gimbal_refined", "eplb")
-BETAS = (0.0025, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+BETAS = (0.0025, 0.03, 0.1, 0.2, 0.5, 1.0, 10.0)
 GAMMAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 QUALITY_WEIGHTS = {
     "paper": (1.0, 0.0025, 1.0),
     "uncalibrated": (1.0, 1.0, 1.0),
     "default": (PlacementConfig.alpha, PlacementConfig.beta, PlacementConfig.gamma),
-    "few moves": (1.0, 1.0, 0.3),
+    "few moves": (1.0, 0.2, 0.3),
+    "more even": (1.0, 1.0, 0.1),
     "many moves": (1.0, 1.0, 0.02),
     "load above all": (1.0, 10.0, 0.03),
 }

@@ -1,4 +1,4 @@
-"""Local search by swaps from the placement in force (ours): close to the exact answer, and few experts move."""
+"""Local search by swaps (ours): close to the exact answer, and few experts move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gimbal_jax.scheduler.greedy import greedy_rank_LE
 from gimbal_jax.scheduler.objective import Objective
 
 _STAGES: dict[LoadTerm, tuple[tuple[LoadTerm, float], ...]] = {
-    "square": (("square", 0.01), ("square", 0.1), ("square", 1.0)),
+    "square": (("square", 0.01), ("square", 0.03), ("square", 0.1), ("square", 0.3), ("square", 1.0)),
     "max": (("square", 0.1), ("square", 1.0), ("square", 10.0), ("square", 100.0), ("max", 1.0)),
 }
 """By the load term wanted: (load term, share of ``beta``) of each search, from the answer of the one before.
@@ -24,12 +24,16 @@ _LEAST_GAIN = 1e-12
 
 
 def refined_rank_LE(objective: Objective) -> np.ndarray:
-    """Rank of each expert, E / R experts on each rank: per layer the cheapest of staying, greedy and the search."""
+    """Rank of each expert, E / R experts on each rank.
+
+    Per layer the cheapest of staying, the search from the placement in force in ``_STAGES``, and the
+    search from greedy's answer, which can be another valley.
+    """
     rank_LE = objective.old_rank_LE
     for term, share in _STAGES[objective.config.load_term]:
         config = replace(objective.config, load_term=term, beta=share * objective.config.beta)
         rank_LE = swapped_rank_LE(replace(objective, config=config), rank_LE)
-    for other_LE in (greedy_rank_LE(objective), objective.old_rank_LE):
+    for other_LE in (swapped_rank_LE(objective, greedy_rank_LE(objective)), objective.old_rank_LE):
         cheaper_L = objective.cost_L(other_LE) <= objective.cost_L(rank_LE)
         rank_LE = np.where(cheaper_L[:, None], other_LE, rank_LE)
     return rank_LE

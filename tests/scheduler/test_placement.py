@@ -103,12 +103,12 @@ def test_uncalibrated_is_gimbal_at_equal_weights():
     assert equal.experts_moved > 0
 
 
-def test_refined_saves_more_than_greedy_with_as_many_moves():
+def test_refined_saves_more_than_greedy_with_no_more_moves():
     rng = np.random.default_rng(7)
     counts_LSE, slot_LE = skewed_counts(rng, 8, 2, 128, 30_000), static_placement(8, 128, 4)
     greedy, refined = (propose(counts_LSE, slot_LE, 4, config) for config in (GIMBAL, REFINED))
-    assert refined.cost_after < 0.99 * greedy.cost_after
-    assert refined.experts_moved < 1.1 * greedy.experts_moved
+    assert refined.cost_after < 0.995 * greedy.cost_after
+    assert refined.experts_moved <= greedy.experts_moved
 
 
 def test_eplb_applies_whatever_differs():

@@ -91,6 +91,16 @@ def test_the_search_takes_the_best_swap_each_time(term):
     assert swapped_rank_LE(objective, objective.old_rank_LE).tolist() == rank_LE.tolist()
 
 
+@pytest.mark.parametrize("term", ["square", "max"])
+def test_the_answer_leaves_no_swap_that_saves(term):
+    rng = np.random.default_rng(5)
+    config = PlacementConfig(beta=1.0, gamma=0.05, load_term=term)
+    counts_LSE = skewed_counts(rng, 4, 2, 16, 20_000)
+    objective = window_objective(counts_LSE, random_placement(rng, 4, 16), 4, config)
+    rank_LE = refined_rank_LE(objective)
+    assert max(best_swap_gain(objective, rank_LE, layer) for layer in range(4)) < 1e-9
+
+
 @pytest.mark.parametrize("find", [greedy_rank_LE, refined_rank_LE])
 @given(st.integers(0, 2**32 - 1))
 def test_relabelling_experts_or_ranks_relabels_the_answer(find, seed):
