@@ -27,14 +27,14 @@ def refined_rank_LE(objective: Objective) -> np.ndarray:
     """Rank of each expert, E / R experts on each rank.
 
     Per layer the cheapest of staying, the search from the placement in force in ``_STAGES``, and the
-    search from greedy's answer, which can be another valley.
+    search from greedy's answer, which can end elsewhere; of equals the first.
     """
-    rank_LE = objective.old_rank_LE
+    settled_LE = rank_LE = objective.old_rank_LE
     for term, share in _STAGES[objective.config.load_term]:
         config = replace(objective.config, load_term=term, beta=share * objective.config.beta)
-        rank_LE = swapped_rank_LE(replace(objective, config=config), rank_LE)
-    for other_LE in (swapped_rank_LE(objective, greedy_rank_LE(objective)), objective.old_rank_LE):
-        cheaper_L = objective.cost_L(other_LE) <= objective.cost_L(rank_LE)
+        settled_LE = swapped_rank_LE(replace(objective, config=config), settled_LE)
+    for other_LE in (settled_LE, swapped_rank_LE(objective, greedy_rank_LE(objective))):
+        cheaper_L = objective.cost_L(other_LE) < objective.cost_L(rank_LE) - _LEAST_GAIN
         rank_LE = np.where(cheaper_L[:, None], other_LE, rank_LE)
     return rank_LE
 
@@ -110,13 +110,8 @@ class _SwapSearch:
     def _compare(self, layer_A: np.ndarray, rank_A: np.ndarray) -> None:
         """Find the best swap of one rank of each layer with each other rank of the layer."""
         index_A = np.arange(len(layer_A))
-        weight_AP, weight_ARP = self._weight_LRP[layer_A, rank_A], self._weight_LRP[layer_A]
-        shift_ARPP = weight_AP[:, None, :, None] - weight_ARP[:, :, None, :]
-        change_ARPP = self._load_change(shift_ARPP, self._load_LR[layer_A], rank_A)
-        change_ARPP += self._change_LRPR[layer_A, rank_A].transpose(0, 2, 1)[..., None]
-        change_ARPP += self._change_LRPR[layer_A[:, None], np.arange(self._ranks), :, rank_A[:, None]][:, :, None]
-
-        places = weight_AP.shape[1]
+        change_ARPP = self._changes(layer_A, rank_A)
+        places = change_ARPP.shape[2]
         pair_AR = change_ARPP.reshape(len(layer_A), self._ranks, places**2).argmin(axis=2)
         own_AR, other_AR = np.divmod(pair_AR, places)
         best_AR = change_ARPP[index_A[:, None], np.arange(self._ranks), own_AR, other_AR]
@@ -125,18 +120,30 @@ class _SwapSearch:
         self._place_LRR[layer_A, rank_A] = own_AR
         self._place_LRR[layer_A, :, rank_A] = other_AR
 
-    def _load_change(self, shift_ARPP: np.ndarray, load_AR: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
-        """What ``beta * load`` grows by when ``shift`` of a rank's load goes to another."""
-        index_A = np.arange(len(rank_A))
-        own_A1 = load_AR[index_A, rank_A][:, None]
+    def _changes(self, layer_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
+        """What each swap adds to the objective: [A, R, P, P], by place on the given rank and on each other."""
+        weight_ARP = self._weight_LRP[layer_A]
+        own_weight_ARP = self._weight_LRP[layer_A, rank_A][:, None]  # the same for every rank: R is 1
+        load_AR = self._load_LR[layer_A]
+        own_A1 = load_AR[np.arange(len(layer_A)), rank_A][:, None]
+        leave_ARP = self._change_LRPR[layer_A, rank_A].transpose(0, 2, 1)
+        come_ARP = self._change_LRPR[layer_A[:, None], np.arange(self._ranks), :, rank_A[:, None]]
         if self._term == "square":
-            change_ARPP = shift_ARPP + (load_AR - own_A1)[:, :, None, None]
-            change_ARPP *= shift_ARPP
-            change_ARPP *= 2 * self._beta / self._ranks
-            return change_ARPP
-        fullest_ARPP = np.maximum(own_A1[..., None, None] - shift_ARPP, load_AR[:, :, None, None] + shift_ARPP)
-        fullest_ARPP = np.maximum(fullest_ARPP, _fullest_other(load_AR, rank_A)[:, :, None, None])
-        return self._beta * (fullest_ARPP - load_AR.max(axis=1)[:, None, None, None])
+            # With s = w_own - w_other and d = load_other - load_own the square grows by 2 * s * (s + d) / R:
+            # but for the product of both weights, a sum of what each of the two experts adds.
+            scale, apart_AR1 = 2 * self._beta / self._ranks, (load_AR - own_A1)[..., None]
+            leave_ARP = leave_ARP + scale * own_weight_ARP * (own_weight_ARP + apart_AR1)
+            come_ARP = come_ARP + scale * weight_ARP * (weight_ARP - apart_AR1)
+            change_ARPP = (-2 * scale * own_weight_ARP)[..., None] * weight_ARP[:, :, None]
+        else:
+            shift_ARPP = own_weight_ARP[..., None] - weight_ARP[:, :, None]
+            change_ARPP = np.maximum(own_A1[..., None, None] - shift_ARPP, load_AR[..., None, None] + shift_ARPP)
+            np.maximum(change_ARPP, _fullest_other(load_AR, rank_A)[..., None, None], out=change_ARPP)
+            change_ARPP -= load_AR.max(axis=1)[:, None, None, None]
+            change_ARPP *= self._beta
+        change_ARPP += leave_ARP[..., None]
+        change_ARPP += come_ARP[:, :, None]
+        return change_ARPP
 
 
 def _fullest_other(load_AR: np.ndarray, rank_A: np.ndarray) -> np.ndarray:

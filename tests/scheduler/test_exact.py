@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.exact import exact_answer
 from gimbal_jax.scheduler.objective import window_objective
+from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.refined import refined_rank_LE
+from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 from tests.scheduler.windows import random_placement, skewed_counts
 
 WEIGHTS = [(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 10.0, 0.0)]
@@ -20,9 +22,9 @@ def config_of(weights: tuple[float, float, float], term: str) -> PlacementConfig
     return PlacementConfig(alpha=alpha, beta=beta, gamma=gamma, load_term=term)  # type: ignore[arg-type]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from([(1, 2), (2, 1), (1, 3), (3, 1)]),
+    st.sampled_from([(2, 1), (1, 3), (3, 1)]),
     st.integers(1, 2),
     st.sampled_from([*WEIGHTS, (0.0, 1.0, 0.0)]),
     terms,
@@ -41,7 +43,7 @@ def test_nothing_costs_less_by_brute_force(mesh, slots, weights, term, seed):
     # The tangents of the square are at most 1.3 % below it, and near 0 at most 1e-6.
     slack = objective.config.beta * (0.013 * objective.load_L(answer.rank_LE)[0] + 1e-6) + 1e-6
     assert cheapest - 1e-9 <= answer.cost_L[0] <= cheapest + slack
-    assert answer.bound_L[0] <= cheapest + 1e-6
+    assert answer.cost_L[0] - slack <= answer.bound_L[0] <= cheapest + 1e-6
     assert sorted(answer.rank_LE[0]) == sorted(np.repeat(np.arange(ranks), slots))
 
 
@@ -65,6 +67,25 @@ def test_bounds_hold_for_tiny_objectives():
     assert answer.bound_L[0] <= answer.cost_L[0] < 3e-5
 
 
+@pytest.mark.parametrize("weights", [(1.0, 0.0025, 1.0), (1.0, 0.2, 0.1), (1.0, 10.0, 0.03)])
+def test_refined_is_within_half_a_percent_and_moves_at_most_a_tenth_more(weights):
+    """On four layers of a realistic router, two of them with topics that stick to sources."""
+    counts_LSE = np.concatenate(
+        [
+            next(
+                synthetic_windows(WindowConfig(layers=2, persistence=persistence), np.random.default_rng(0))
+            ).counts_LSE
+            for persistence in (0.0, 1.0)
+        ]
+    )
+    objective = window_objective(counts_LSE, static_placement(4, 128, 4), 4, config_of(weights, "square"))
+    answer = exact_answer(objective, time_limit_s=20, gap=1e-3)
+    rank_LE = refined_rank_LE(objective)
+    excess_L = objective.cost_L(rank_LE) / answer.cost_L - 1
+    assert excess_L.mean() < 0.005 and excess_L.max() < 0.02
+    assert objective.move_L(rank_LE).sum() <= 1.1 * objective.move_L(answer.rank_LE).sum()
+
+
 def test_worked_example():
     # Experts 0 and 3 are wanted by the other source; the swap makes every token local and both ranks carry 10.
     counts_LSE = np.array([[[0, 4, 6, 0], [5, 0, 0, 5]]])
@@ -84,7 +105,7 @@ def test_a_layer_without_traffic_stays():
     objective = window_objective(np.zeros((1, 2, 8), dtype=np.int64), np.arange(8)[None], 4, PlacementConfig())
     answer = exact_answer(objective)
     assert answer.rank_LE.tolist() == objective.old_rank_LE.tolist()
-    assert (answer.cost_L.tolist(), answer.gap_L.tolist()) == ([0.0], [0.0])
+    assert (answer.cost_L.tolist(), answer.bound_L.tolist(), answer.gap_L.tolist()) == ([0.0], [0.0], [0.0])
 
 
 def test_the_time_limit_ends_a_search_and_is_told():

@@ -2,7 +2,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.config import PlacementConfig
@@ -13,7 +13,7 @@ from gimbal_jax.scheduler.refined import refined_rank_LE, swapped_rank_LE
 from gimbal_jax.scheduler.traffic import rank_of_expert
 from tests.scheduler.windows import random_placement, skewed_counts, traffic
 
-settings = st.builds(
+configs = st.builds(
     PlacementConfig,
     alpha=st.just(1.0),
     beta=st.sampled_from([0.0, 0.0025, 1.0, 10.0]),
@@ -42,14 +42,15 @@ def test_swaps_where_greedy_fills_up_the_wrong_rank():
     assert refined_rank_LE(objective).tolist() == [[1, 1, 0, 0]]
 
 
-@given(traffic(), settings)
+@given(traffic(), configs)
 def test_costs_no_more_than_greedy_or_staying_and_keeps_capacities(case, config):
     counts_LSE, slot_LE, ranks = case
     objective = window_objective(counts_LSE, slot_LE, ranks, config)
     rank_LE = refined_rank_LE(objective)
     assert (np.sort(rank_LE, axis=1) == np.sort(objective.old_rank_LE, axis=1)).all()
-    for other_LE in (objective.old_rank_LE, greedy_rank_LE(objective)):
-        assert (objective.cost_L(rank_LE) <= objective.cost_L(other_LE)).all()
+    greedy_LE = greedy_rank_LE(objective)
+    for other_LE in (objective.old_rank_LE, greedy_LE, swapped_rank_LE(objective, greedy_LE)):
+        assert (objective.cost_L(rank_LE) <= objective.cost_L(other_LE) + 1e-11).all()
 
 
 def best_swap_gain(objective: Objective, rank_LE: np.ndarray, layer: int) -> float:
@@ -63,7 +64,8 @@ def best_swap_gain(objective: Objective, rank_LE: np.ndarray, layer: int) -> flo
     return best
 
 
-@given(traffic(), settings)
+@settings(max_examples=40)
+@given(traffic(), configs)
 def test_the_search_ends_where_no_swap_saves(case, config):
     counts_LSE, slot_LE, ranks = case
     objective = window_objective(counts_LSE, slot_LE, ranks, config)
@@ -91,14 +93,14 @@ def test_the_search_takes_the_best_swap_each_time(term):
     assert swapped_rank_LE(objective, objective.old_rank_LE).tolist() == rank_LE.tolist()
 
 
-@pytest.mark.parametrize("term", ["square", "max"])
-def test_the_answer_leaves_no_swap_that_saves(term):
-    rng = np.random.default_rng(5)
-    config = PlacementConfig(beta=1.0, gamma=0.05, load_term=term)
-    counts_LSE = skewed_counts(rng, 4, 2, 16, 20_000)
-    objective = window_objective(counts_LSE, random_placement(rng, 4, 16), 4, config)
+@settings(max_examples=40)
+@given(traffic(), configs)
+def test_where_experts_move_no_swap_saves_more(case, config):
+    counts_LSE, slot_LE, ranks = case
+    objective = window_objective(counts_LSE, slot_LE, ranks, config)
     rank_LE = refined_rank_LE(objective)
-    assert max(best_swap_gain(objective, rank_LE, layer) for layer in range(4)) < 1e-9
+    for layer in np.flatnonzero((rank_LE != objective.old_rank_LE).any(axis=1)).tolist():
+        assert best_swap_gain(objective, rank_LE, layer) < 1e-9
 
 
 @pytest.mark.parametrize("find", [greedy_rank_LE, refined_rank_LE])
