@@ -52,7 +52,7 @@ QUALITY_WEIGHTS = {
     "uncalibrated": (1.0, 1.0, 1.0),
     "default": (PlacementConfig.alpha, PlacementConfig.beta, PlacementConfig.gamma),
     "few moves": (1.0, 0.2, 0.3),
-    "more even": (1.0, 1.0, 0.1),
+    "paper's criterion": (1.0, 0.2, 0.1),
     "many moves": (1.0, 1.0, 0.02),
     "load above all": (1.0, 10.0, 0.03),
 }
