@@ -26,10 +26,6 @@ class Tokenizer:
         self._special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         self._template = _compile(template) if template else None
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
