@@ -1,9 +1,10 @@
 """Expert routing fused with source counting (paper 5.1, 6).
 
 One pass over the router logits gives everything that the MoE exchange and the
-placement need: the slots that hold each token's experts, their weights, and how
-many tokens this source sent to each logical expert. The XLA form below is the
-specification.
+placement need: the slots that hold each token's experts, their weights, how many
+tokens this source sent to each logical expert, and every pair's and token's place
+among those that go to the same slot or rank, so that nothing has to be sorted.
+``route_and_count_reference`` is the specification.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from gimbal_jax.pallas_kernels.backend import Backend
 
 
 class Routing(NamedTuple):
@@ -23,10 +26,23 @@ class Routing(NamedTuple):
     """float32 weight of each chosen expert; 0 for padding."""
     count_E: jax.Array
     """int32 tokens that chose each logical expert; sums to ``valid_T.sum() * k``."""
+    position_Tk: jax.Array
+    """int32 earlier tokens that chose the same slot; 0 for padding."""
+    send_R: jax.Array
+    """int32 tokens with a slot on each rank."""
+    place_TR: jax.Array
+    """int32 earlier tokens with a slot on that rank; -1 where this token has none."""
 
 
 def route_and_count(
-    logits_TE: jax.Array, valid_T: jax.Array, slot_of_expert_E: jax.Array, *, k: int, renormalise: bool
+    logits_TE: jax.Array,
+    valid_T: jax.Array,
+    slot_of_expert_E: jax.Array,
+    *,
+    k: int,
+    renormalise: bool,
+    ranks: int = 1,
+    backend: Backend = "xla",
 ) -> Routing:
     """Choose k experts per token, map them to slots and count them.
 
@@ -38,10 +54,19 @@ def route_and_count(
     Args:
       logits_TE: router logits, any float type.
       valid_T: bool; False marks padding, which routes and counts nowhere.
-      slot_of_expert_E: int32 placement of this layer.
+      slot_of_expert_E: int32 placement of this layer, a permutation.
       k: experts per token.
       renormalise: make each token's weights sum to 1.
+      ranks: R; slots 0 to E / R - 1 are on rank 0, and so on.
+      backend: which form to run.
     """
+    return route_and_count_reference(logits_TE, valid_T, slot_of_expert_E, k=k, renormalise=renormalise, ranks=ranks)
+
+
+def route_and_count_reference(
+    logits_TE: jax.Array, valid_T: jax.Array, slot_of_expert_E: jax.Array, *, k: int, renormalise: bool, ranks: int = 1
+) -> Routing:
+    """``route_and_count`` in plain XLA."""
     experts = logits_TE.shape[-1]
     logits_TE = logits_TE.astype(jnp.float32)
     logits_TE = jnp.where(jnp.isnan(logits_TE) | ~valid_T[:, None], -jnp.inf, logits_TE)
@@ -57,4 +82,16 @@ def route_and_count(
     counted_Tk = jnp.where(valid_T[:, None], expert_Tk, experts)
     count_E = jnp.zeros(experts, jnp.int32).at[counted_Tk.reshape(-1)].add(1, mode="drop")
     slot_Tk = jnp.where(valid_T[:, None], jnp.asarray(slot_of_expert_E)[expert_Tk], -1)
-    return Routing(slot_Tk, weight_Tk, count_E)
+
+    chosen_TP = (slot_Tk[..., None] == jnp.arange(experts)).any(axis=1)
+    position_Tk = jnp.take_along_axis(_earlier(chosen_TP), jnp.maximum(slot_Tk, 0), axis=1)
+    position_Tk = jnp.where(valid_T[:, None], position_Tk, 0)
+    sent_TR = chosen_TP.reshape(-1, ranks, experts // ranks).any(axis=-1)
+    place_TR = jnp.where(sent_TR, _earlier(sent_TR), -1)
+    return Routing(slot_Tk, weight_Tk, count_E, position_Tk, sent_TR.sum(axis=0, dtype=jnp.int32), place_TR)
+
+
+def _earlier(marked_TX: jax.Array) -> jax.Array:
+    """int32 number of marked rows above each row, by column."""
+    marked_TX = marked_TX.astype(jnp.int32)
+    return jnp.cumsum(marked_TX, axis=0) - marked_TX
