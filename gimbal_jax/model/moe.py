@@ -2,84 +2,168 @@
 
 Both forms run inside ``shard_map`` on every rank and drop nothing. ``gather``
 sends every token to every rank; ``sparse`` sends a token only to the ranks that
-hold one of its experts, so only it profits from a good placement. Where ragged
-all-to-all does not exist (CPU), the sparse form pads each pair to the worst case.
+hold one of its experts, and once to each, so only it profits from a good placement.
+The sparse form is a ragged all-to-all on CUDA; where that does not exist, each pair
+of ranks has room for the worst case.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from gimbal_jax.config import Exchange
 from gimbal_jax.model.sharding import RANKS
-from gimbal_jax.pallas_kernels import Routing, grouped_ffn
+from gimbal_jax.pallas_kernels import Backend, Routing, grouped_ffn
 
 
 def moe_exchange(
-    form: Exchange, x_tD: jax.Array, routing: Routing, gate_up_PDF: jax.Array, down_PFD: jax.Array
+    form: Exchange,
+    x_tD: jax.Array,
+    routing: Routing,
+    slot_of_expert_E: jax.Array,
+    gate_up_PDF: jax.Array,
+    down_PFD: jax.Array,
+    backend: Backend,
 ) -> jax.Array:
     """Expert outputs of this rank's own t tokens.
 
     Args:
       form: which exchange.
       x_tD: this rank's own tokens; no other rank holds them.
-      routing: their slots, numbered over all ranks, and weights.
+      routing: where they go, with ``ranks`` as many as there are.
+      slot_of_expert_E: the placement that they were routed by.
       gate_up_PDF: expert weights of this rank's P slots (see ``grouped_ffn``).
       down_PFD: the same.
+      backend: which form of the kernels, and of the sparse exchange.
 
     Returns:
       [t, D]; 0 for padding.
     """
+    count_E = jnp.zeros_like(routing.count_E).at[slot_of_expert_E].set(routing.count_E)  # by slot
     exchange = _gather if form == "gather" else _sparse
-    return exchange(x_tD, routing.slot_Tk, routing.weight_Tk, gate_up_PDF, down_PFD)
+    return exchange(x_tD, routing, count_E, gate_up_PDF, down_PFD, backend)
+
+
+def first_places(count_RE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the pairs of each source begin among those of the rank that computes them, in order of slot and source.
+
+    Args:
+      count_RE: int32 pairs of each source rank for each slot.
+
+    Returns:
+      The place of each source's first pair for each slot [R, E], and the pairs of each rank's slots [R, P].
+    """
+    size_RP = count_RE.sum(axis=0).reshape(count_RE.shape[0], -1)
+    earlier_slots_RP = jnp.cumsum(size_RP, axis=1) - size_RP
+    earlier_sources_RE = jnp.cumsum(count_RE, axis=0) - count_RE
+    return earlier_slots_RP.reshape(1, -1) + earlier_sources_RE, size_RP
 
 
 def _gather(
-    x_tD: jax.Array, slot_tk: jax.Array, weight_tk: jax.Array, gate_up: jax.Array, down: jax.Array
+    x_tD: jax.Array,
+    routing: Routing,
+    count_E: jax.Array,
+    gate_up_PDF: jax.Array,
+    down_PFD: jax.Array,
+    backend: Backend,
 ) -> jax.Array:
-    x_ND, routing_N2k = (jax.lax.all_gather(a, RANKS, tiled=True) for a in (x_tD, _join(slot_tk, weight_tk)))
-    slot_Nk, weight_Nk = _split(routing_N2k)
-    local_Nk = _local_slots(slot_Nk, jax.lax.axis_index(RANKS), gate_up.shape[0])
-    y_ND = grouped_ffn(x_ND, local_Nk, weight_Nk, gate_up, down)
+    (t, k), experts = routing.slot_Tk.shape, count_E.shape[0]
+    ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
+    x_ND = jax.lax.all_gather(x_tD, RANKS, tiled=True)
+    # Everything else in one collective.
+    parts = (routing.slot_Tk, _bits(routing.weight_Tk), routing.position_Tk, count_E)
+    joined = jax.lax.all_gather(jnp.concatenate([part.reshape(-1) for part in parts]), RANKS)
+    slot, weight, position, count_RE = jnp.split(joined, [t * k, 2 * t * k, 3 * t * k], axis=1)
+    first_RE, size_RP = first_places(count_RE)
+    place = jnp.take_along_axis(first_RE, jnp.maximum(slot, 0), axis=1) + position
+    here = (slot >= 0) & (slot // (experts // ranks) == rank)
+    y_ND = grouped_ffn(
+        x_ND,
+        jnp.where(here, place, -1).reshape(-1, k),
+        _floats(weight).reshape(-1, k),
+        size_RP[rank],
+        gate_up_PDF,
+        down_PFD,
+        ranks=ranks,
+        backend=backend,
+    )
     return jax.lax.psum_scatter(y_ND, RANKS, scatter_dimension=0, tiled=True)
 
 
 def _sparse(
-    x_tD: jax.Array, slot_tk: jax.Array, weight_tk: jax.Array, gate_up: jax.Array, down: jax.Array
+    x_tD: jax.Array,
+    routing: Routing,
+    count_E: jax.Array,
+    gate_up_PDF: jax.Array,
+    down_PFD: jax.Array,
+    backend: Backend,
 ) -> jax.Array:
-    tokens, slots, ranks = x_tD.shape[0], gate_up.shape[0], jax.lax.axis_size(RANKS)
-    local_Rtk = jax.vmap(_local_slots, in_axes=(None, 0, None))(slot_tk, jnp.arange(ranks), slots)
-    needed_Rt = (local_Rtk >= 0).any(axis=-1)
-    # Tokens for a rank stand first in its buffer, in order; the others fall outside.
-    place_Rt = jnp.where(needed_Rt, jnp.cumsum(needed_Rt, axis=1) - 1, tokens)
+    (t, k), slots = routing.slot_Tk.shape, gate_up_PDF.shape[0]
+    ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
+    counts = jax.lax.all_gather(jnp.concatenate([count_E, routing.send_R]), RANKS)
+    count_RE, send_RR = jnp.split(counts, [count_E.shape[0]], axis=1)
+    first_RE, size_RP = first_places(count_RE)
+    place_tk = first_RE[rank][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
+    rank_tk = jnp.where(routing.slot_Tk >= 0, routing.slot_Tk // slots, -1)
+    place_tRk = jnp.where(rank_tk[:, None] == jnp.arange(ranks)[:, None], place_tk[:, None], -1)
+    weight_tRk = jnp.broadcast_to(_bits(routing.weight_Tk)[:, None], place_tRk.shape)
 
-    def pack(values_Rt: jax.Array, fill: int) -> jax.Array:
-        empty = jnp.full(values_Rt.shape, fill, values_Rt.dtype)
-        return jax.vmap(lambda to, place, value: to.at[place].set(value, mode="drop"))(empty, place_Rt, values_Rt)
+    rows, first_R, send, send_back = _ragged(send_RR, t, k) if backend == "mosaic" else _padded(ranks, t)
+    row_tR = jnp.where(routing.place_TR >= 0, first_R + routing.place_TR, rows)
+    pairs_tR = jnp.arange(t * ranks, dtype=jnp.int32).reshape(t, ranks)  # of token and rank
+    pair_of_row = jnp.full(rows, -1, jnp.int32).at[row_tR].set(pairs_tR, mode="drop")
+    sent_rows = jnp.concatenate([place_tRk, weight_tRk], axis=-1).reshape(t * ranks, 2 * k)[pair_of_row]
 
-    def send(values: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(values, RANKS, 0, 0)
-
-    x_RtD = send(pack(jnp.broadcast_to(x_tD, (ranks, *x_tD.shape)), 0))
-    routing_Rt2k = send(pack(_join(local_Rtk, jnp.broadcast_to(weight_tk, local_Rtk.shape)), -1))
-    slot_nk, weight_nk = _split(routing_Rt2k.reshape(ranks * tokens, -1))
-    y_RtD = send(grouped_ffn(x_RtD.reshape(ranks * tokens, -1), slot_nk, weight_nk, gate_up, down).reshape(x_RtD.shape))
-    back_RtD = jax.vmap(lambda y, place: y[jnp.minimum(place, tokens - 1)])(y_RtD, place_Rt)
-    return jnp.where(needed_Rt[..., None], back_RtD, 0).sum(axis=0)
-
-
-def _join(slot: jax.Array, weight: jax.Array) -> jax.Array:
-    """Slots and weights as one int32 array, so that one collective carries both."""
-    return jnp.concatenate([slot, jax.lax.bitcast_convert_type(weight, jnp.int32)], axis=-1)
-
-
-def _split(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
-    slot, weight = jnp.split(joined, 2, axis=-1)
-    return slot, jax.lax.bitcast_convert_type(weight, jnp.float32)
+    x_ND = send(x_tD[pair_of_row // ranks], 0)
+    # Rows that hold nothing have no place.
+    place_Nk, weight_Nk = jnp.split(send(jnp.where(pair_of_row[:, None] >= 0, sent_rows, -1), -1), 2, axis=-1)
+    y_ND = grouped_ffn(
+        x_ND, place_Nk, _floats(weight_Nk), size_RP[rank], gate_up_PDF, down_PFD, ranks=ranks, backend=backend
+    )
+    y_tRD = send_back(y_ND)[jnp.minimum(row_tR, rows - 1)]
+    return jnp.where(routing.place_TR[..., None] >= 0, y_tRD.astype(jnp.float32), 0).sum(axis=1).astype(x_tD.dtype)
 
 
-def _local_slots(slot: jax.Array, rank: jax.Array, slots_per_rank: int) -> jax.Array:
-    """Slots as this rank numbers its own; -1 for slots of other ranks and for padding."""
-    local = slot - rank * slots_per_rank
-    return jnp.where((slot >= 0) & (local >= 0) & (local < slots_per_rank), local, -1)
+Transport = tuple[int, jax.Array, Callable[[jax.Array, int], jax.Array], Callable[[jax.Array], jax.Array]]
+"""Rows to send from, the first one for each rank, how to send them (and what stands where nothing arrives), and how to
+send as many rows back to where they came from."""
+
+
+def _ragged(send_RR: jax.Array, t: int, k: int) -> Transport:
+    """Only rows in use travel; ``send_RR`` says how many, from rank (first axis) to rank."""
+    ranks, rank = send_RR.shape[0], jax.lax.axis_index(RANKS)
+    first_RR = jnp.cumsum(send_RR, axis=1) - send_RR  # among the rows of the sender
+    arrive_RR = jnp.cumsum(send_RR, axis=0) - send_RR  # among those of the receiver
+    rows = t * min(k, ranks)
+
+    def send(rows_: jax.Array, fill: int) -> jax.Array:
+        to = jnp.full((ranks * t, *rows_.shape[1:]), fill, rows_.dtype)
+        sizes = first_RR[rank], send_RR[rank], arrive_RR[rank], send_RR[:, rank]
+        return jax.lax.ragged_all_to_all(rows_, to, *sizes, axis_name=RANKS)
+
+    def send_back(rows_: jax.Array) -> jax.Array:
+        to = jnp.zeros((rows, *rows_.shape[1:]), rows_.dtype)
+        sizes = arrive_RR[:, rank], send_RR[:, rank], first_RR[:, rank], send_RR[rank]
+        return jax.lax.ragged_all_to_all(rows_, to, *sizes, axis_name=RANKS)
+
+    return rows, first_RR[rank], send, send_back
+
+
+def _padded(ranks: int, t: int) -> Transport:
+    """Every rank has room for all t tokens of every other."""
+
+    def send_back(rows_: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(rows_, RANKS, 0, 0, tiled=True)
+
+    return ranks * t, jnp.arange(ranks) * t, lambda rows_, fill: send_back(rows_), send_back
+
+
+def _bits(weight: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(weight, jnp.int32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

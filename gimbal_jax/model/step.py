@@ -40,20 +40,22 @@ def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.Gra
     return graph, jax.tree.map(placed, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
+def abstract_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
+    """The state as shapes with shardings; no memory is used."""
+    dp, tp = mesh.shape["dp"], mesh.shape["tp"]
+    pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads_in_cache(config, tp), config.head_dim)
+    on_mesh = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
+    pages = jax.ShapeDtypeStruct(pages_shape, dtype, sharding=on_mesh)
+    counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
+    counts = jax.ShapeDtypeStruct(counts_shape, jnp.int32, sharding=NamedSharding(mesh, P("dp", "tp")))
+    return DeviceState([(pages, pages)] * config.num_layers, counts)
+
+
 def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
     """Empty KV pages and zero counters, allocated straight into their shards."""
-    dp, tp = mesh.shape["dp"], mesh.shape["tp"]
-    kv_heads = kv_heads_in_cache(config, tp)
-    pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads, config.head_dim)
-    pages = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
-    counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
-    counts = NamedSharding(mesh, P("dp", "tp"))
-    return DeviceState(
-        [
-            (jnp.zeros(pages_shape, dtype, device=pages), jnp.zeros(pages_shape, dtype, device=pages))
-            for _ in range(config.num_layers)
-        ],
-        jnp.zeros(counts_shape, jnp.int32, device=counts),
+    return jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding),
+        abstract_state(config, engine, dtype, mesh),
     )
 
 

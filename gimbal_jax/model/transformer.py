@@ -7,6 +7,7 @@ attention over pages and the MoE exchange are ``shard_map`` regions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from gimbal_jax.model.inputs import StepInputs, rows_and_tiles
 from gimbal_jax.model.moe import moe_exchange
 from gimbal_jax.model.rope import apply_rope, rope_frequencies
 from gimbal_jax.model.sharding import kv_heads_in_cache
-from gimbal_jax.pallas_kernels import paged_attention, route_and_count
+from gimbal_jax.pallas_kernels import Backend, paged_attention, route_and_count
 
 KVPages = tuple[jax.Array, jax.Array]
 """Keys and values of one layer, [S, pages, page_size, KV heads, head_dim] each."""
@@ -38,6 +39,7 @@ class StepLayout:
     mesh: Mesh
     tile: int
     exchange: Exchange
+    backend: Backend
 
     def constrain(self, x: jax.Array, *spec: str | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
         heads = P("dp", None, "tp", None)
         cache = P("dp", None, None, "tp", None)
         attend = jax.shard_map(
-            lambda *a: _attend_one_engine(*a, tile=layout.tile, window=self.config.sliding_window),
+            partial(_attend_one_engine, tile=layout.tile, window=self.config.sliding_window, backend=layout.backend),
             mesh=layout.mesh,
             in_specs=(heads, heads, heads, cache, cache, P("dp"), P("dp"), P("dp"), P("dp")),
             out_specs=(heads, cache, cache),
@@ -114,6 +116,7 @@ def _attend_one_engine(
     *,
     tile: int,
     window: int | None,
+    backend: Backend,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write this engine's new keys and values, then attend. The leading axis is this engine's (1)."""
 
@@ -127,7 +130,8 @@ def _attend_one_engine(
     def attend(q_THD: jax.Array, of: slice, size: int) -> jax.Array:
         q_GQHD = q_THD.reshape(-1, size, *q_THD.shape[1:])
         tables = page_table[0, of], start[0, of], count[0, of]
-        return paged_attention(q_GQHD, k_pages[0], v_pages[0], *tables, window=window).reshape(q_THD.shape)
+        out = paged_attention(q_GQHD, k_pages[0], v_pages[0], *tables, window=window, backend=backend)
+        return out.reshape(q_THD.shape)
 
     out = attend(q[0, :rows], slice(0, rows), 1)
     if tiles:
@@ -166,8 +170,16 @@ class MoE(nnx.Module):
             x: jax.Array, valid: jax.Array, slots: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             logits = x[0].astype(jnp.float32) @ router.astype(jnp.float32)
-            routing = route_and_count(logits, valid[0], slots, k=c.experts_per_token, renormalise=c.norm_topk_prob)
-            y = moe_exchange(layout.exchange, x[0], routing, gate_up, down)
+            routing = route_and_count(
+                logits,
+                valid[0],
+                slots,
+                k=c.experts_per_token,
+                renormalise=c.norm_topk_prob,
+                ranks=layout.mesh.size,
+                backend=layout.backend,
+            )
+            y = moe_exchange(layout.exchange, x[0], routing, slots, gate_up, down, layout.backend)
             return y[None], routing.count_E[None, None]
 
         own, ranks = P("dp", "tp"), P(("dp", "tp"))
@@ -210,7 +222,7 @@ class Qwen3Moe(nnx.Module):
           inputs: tokens of S engines and where they belong.
           pages: KV pages of each layer; donate them.
           slot_of_expert_LE: placement of the MoE layers.
-          layout: mesh, tile and exchange.
+          layout: mesh, tile, exchange and backend.
 
         Returns:
           Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].

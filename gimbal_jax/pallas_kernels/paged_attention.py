@@ -12,6 +12,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gimbal_jax.pallas_kernels.backend import Backend
+
 BLOCK = 128
 """Context tokens per loop step, at least one page."""
 
@@ -25,6 +27,7 @@ def paged_attention(
     count_G: jax.Array,
     *,
     window: int | None = None,
+    backend: Backend = "xla",
 ) -> jax.Array:
     """Attend from G groups of Q consecutive tokens to their sequences' pages.
 
@@ -38,6 +41,7 @@ def paged_attention(
       start_G: int32 position of the group's first token.
       count_G: int32 tokens in the group, at most Q; the rest of its rows is padding.
       window: each token sees only the last ``window`` positions, itself included.
+      backend: which form runs.
 
     Returns:
       [G, Q, H, D] in the type of q; padding rows are 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -41,3 +42,13 @@ def gpu_kinds() -> dict[str, Gpu]:
         name: Gpu(name=name, **{**facts, "compute_capability": tuple(facts["compute_capability"])})
         for name, facts in table.items()
     }
+
+
+def parse_gpus(text: str) -> tuple[Gpu, int]:
+    """Kind and number of GPUs, as in ``4xH100``; ValueError otherwise."""
+    if (match := re.fullmatch(r"(\d+)x(.+)", text)) is None or int(match[1]) < 1:
+        raise ValueError(f"--gpus {text}: must be a number and a kind, as in 4xH100")
+    kinds = {name.lower(): gpu for name, gpu in gpu_kinds().items()}
+    if match[2].lower() not in kinds:
+        raise ValueError(f"--gpus {text}: the kind must be one of {', '.join(gpu_kinds())}")
+    return kinds[match[2].lower()], int(match[1])

@@ -19,6 +19,7 @@ from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.inputs import StepInputs, StepOutputs
 from gimbal_jax.model.step import DeviceState, abstract_model, new_state, step
 from gimbal_jax.model.transformer import StepLayout
+from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.batch import Bucket, stack, step_buckets
 from gimbal_jax.serving.plan import Plan
@@ -84,7 +85,8 @@ class DeviceRunner:
         self.model, self.config, self.mesh = model, config, mesh
         self.buckets = step_buckets(config.engine, config.mesh.tp)
         self._graph, self._abstract = abstract_model(model, dtype, mesh)
-        self._layout = StepLayout(mesh, config.engine.tile, config.engine.exchange)
+        backend = backend_of(mesh.devices.flat[0])
+        self._layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend)
         self._weights = weights
         self._slots = np.array(slot_of_expert_LE, np.int32)
         self._replicated = NamedSharding(mesh, PartitionSpec())

@@ -81,7 +81,11 @@ def reordered(weights: nnx.State, config: ModelConfig, order_LP: np.ndarray) -> 
 
 
 def rig(
-    folder: Path, dp: int, tp: int, exchange: Exchange = "gather", slot_of_expert_LE: np.ndarray | None = None
+    folder: Path,
+    dp: int,
+    tp: int,
+    exchange: Exchange = "gather",
+    slot_of_expert_LE: np.ndarray | None = None,
 ) -> Rig:
     """The checkpoint in this folder, its experts placed contiguously if not said otherwise."""
     config = load_config(folder)
@@ -103,7 +107,7 @@ def rig_of(
     """Weights that stand on this mesh already, in the slot order of this placement."""
     mesh = make_mesh(MeshConfig(dp, tp))
     graph, _ = abstract_model(config, jnp.float32, mesh)
-    layout = StepLayout(mesh, ENGINE.tile, exchange)
+    layout = StepLayout(mesh, ENGINE.tile, exchange, "xla")
     state = new_state(config, ENGINE, jnp.float32, mesh)
     return Rig(config, mesh, layout, graph, weights, state, slot_of_expert_LE)
 

@@ -10,6 +10,7 @@ class RoutingShape:
     tokens: int
     experts: int
     k: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class AttentionShape:
 
 
 ROUTING = {
-    "tiny": RoutingShape(tokens=6, experts=8, k=2),
-    "all_experts": RoutingShape(tokens=5, experts=4, k=4),
-    "one_expert_each": RoutingShape(tokens=9, experts=16, k=1),
-    "qwen3_decode": RoutingShape(tokens=32, experts=128, k=8),
+    "tiny": RoutingShape(tokens=6, experts=8, k=2, ranks=2),
+    "all_experts": RoutingShape(tokens=5, experts=4, k=4, ranks=2),
+    "one_expert_each": RoutingShape(tokens=9, experts=16, k=1, ranks=2),
+    "qwen3_decode": RoutingShape(tokens=32, experts=128, k=8, ranks=2),
 }
 GROUPED = {
     "one_token": GroupedShape(tokens=1, k=2, slots=4, hidden=16, intermediate=8),

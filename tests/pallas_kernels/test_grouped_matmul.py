@@ -1,16 +1,43 @@
 """The grouped feed-forward against its dense meaning."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference
+from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference, grouped_matmul
 from tests.pallas_kernels.shapes import GROUPED, GroupedShape
 
-ffn, reference = jax.jit(grouped_ffn), jax.jit(grouped_ffn_reference)
+reference = jax.jit(grouped_ffn_reference)
 Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module", params=["xla", "interpret", "interpret in chunks"])
+def ffn(request):
+    """Both forms, and the second with room for only 16 rows in a chunk."""
+
+    def of_slots(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD):
+        place_Nk, size_P = places(slot_Nk, len(gate_up_PDF))
+        return np.asarray(run(x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "interpret in chunks":
+            patch.setattr(grouped_matmul, "ALWAYS_ONE_CHUNK", 16)
+        run = jax.jit(partial(grouped_ffn, backend=request.param.split()[0], ranks=16))
+        yield of_slots
+
+
+def places(slot_Nk: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Place of each pair with a slot among them all sorted by slot, else -1, and the pairs of each slot."""
+    slot_n = slot_Nk.reshape(-1)
+    order_n = np.argsort(np.where(slot_n >= 0, slot_n, slots), kind="stable")
+    place_n = np.full(slot_n.shape, -1, np.int32)
+    size_P = np.bincount(slot_n[slot_n >= 0], minlength=slots).astype(np.int32)
+    place_n[order_n[: size_P.sum()]] = np.arange(size_P.sum())
+    return place_n.reshape(slot_Nk.shape), size_P
 
 
 def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | None = None) -> Operands:
@@ -39,7 +66,8 @@ def test_reference_is_the_formula():
     for n, k in np.argwhere(slot_Nk >= 0):
         gate, up = np.split(x_ND[n].astype(np.float64) @ gate_up_PDF[slot_Nk[n, k]], 2)
         want_ND[n] += weight_Nk[n, k] * (gate / (1 + np.exp(-gate)) * up) @ down_PFD[slot_Nk[n, k]]
-    assert_same(reference(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD), want_ND)
+    place_Nk, size_P = places(slot_Nk, len(gate_up_PDF))
+    assert_same(reference(x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD), want_ND)
 
 
 @given(
@@ -48,19 +76,21 @@ def test_reference_is_the_formula():
     st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     st.sampled_from(["spread", "crowded"]),
 )
-def test_equals_the_reference(name, seed, absent, load):
+def test_equals_the_reference(ffn, name, seed, absent, load):
     """Over any share of pairs without a slot, none and all included, and with every token in one slot."""
     shape, rng = GROUPED[name], np.random.default_rng(seed)
-    x_ND, slot_Nk, *rest = operands(shape, rng, favourite=shape.slots - 1 if load == "crowded" else None)
+    favourite = shape.slots - 1 if load == "crowded" else None
+    x_ND, slot_Nk, weight_Nk, *weights = operands(shape, rng, favourite)
     slot_Nk[rng.random(slot_Nk.shape) < absent] = -1
-    got = ffn(x_ND, slot_Nk, *rest)
-    assert_same(got, reference(x_ND, slot_Nk, *rest))
-    assert not np.asarray(got)[(slot_Nk < 0).all(axis=1)].any()
+    place_Nk, size_P = places(slot_Nk, shape.slots)
+    got = ffn(x_ND, slot_Nk, weight_Nk, *weights)
+    assert_same(got, reference(x_ND, place_Nk, weight_Nk, size_P, *weights))
+    assert not got[(slot_Nk < 0).all(axis=1)].any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", sorted(GROUPED))
-def test_what_stands_in_rows_without_slots_does_not_leak(name, bad):
+def test_what_stands_in_rows_without_slots_does_not_leak(ffn, name, bad):
     shape, rng = GROUPED[name], np.random.default_rng(1)
     x_ND, slot_Nk, weight_Nk, *weights = operands(shape, rng)
     empty_N = rng.random(shape.tokens) < 0.5
@@ -71,7 +101,7 @@ def test_what_stands_in_rows_without_slots_does_not_leak(name, bad):
     np.testing.assert_array_equal(ffn(x_ND, slot_Nk, weight_Nk, *weights), want)
 
 
-def test_slots_without_tokens_do_not_leak():
+def test_slots_without_tokens_do_not_leak(ffn):
     """Weights of slots that no token chose may hold anything."""
     shape = GROUPED["decode"]
     x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD = operands(shape, np.random.default_rng(2))
@@ -81,9 +111,18 @@ def test_slots_without_tokens_do_not_leak():
     np.testing.assert_array_equal(ffn(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD), want)
 
 
-def test_a_bad_token_stays_alone():
+def test_a_bad_token_stays_alone(ffn):
     """NaN in one token reaches no other token of its slot."""
     x_ND, slot_Nk, *rest = operands(GROUPED["prefill"], np.random.default_rng(3))
-    want = np.array(ffn(x_ND, slot_Nk, *rest))
+    want = ffn(x_ND, slot_Nk, *rest).copy()
     x_ND[7] = want[7] = np.nan
     np.testing.assert_array_equal(ffn(x_ND, slot_Nk, *rest), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 1024, 16384])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_chunks_hold_the_average_load_and_no_more_than_the_worst(tokens, ranks):
+    k, slots = 8, 128 // ranks
+    rows = grouped_matmul.chunk_rows(tokens, k, slots, ranks)
+    assert tokens * k / ranks <= rows <= tokens * min(k, slots)
+    assert rows <= max(8192, 1.25 * tokens * k / ranks + 1)

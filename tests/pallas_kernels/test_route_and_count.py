@@ -12,35 +12,39 @@ from hypothesis import strategies as st
 from gimbal_jax.pallas_kernels import Routing, route_and_count
 from tests.pallas_kernels.shapes import ROUTING, RoutingShape
 
-Expected = tuple[Any, Any, Any]
-"""Slots, weights and counts."""
+Expected = tuple[Any, ...]
+"""The fields of ``Routing``."""
 
-route = jax.jit(route_and_count, static_argnames=("k", "renormalise"))
+route = jax.jit(route_and_count, static_argnames=("k", "renormalise", "ranks", "backend"))
 
 
 def naive(
-    logits_TE: np.ndarray, valid_T: np.ndarray, slot_of_expert_E: np.ndarray, k: int, renormalise: bool
+    logits_TE: np.ndarray, valid_T: np.ndarray, slot_of_expert_E: np.ndarray, k: int, renormalise: bool, ranks: int
 ) -> Expected:
     """Token by token, in float64."""
     tokens, experts = logits_TE.shape
-    slot_Tk = np.full((tokens, k), -1, np.int32)
-    weight_Tk, count_E = np.zeros((tokens, k)), np.zeros(experts, np.int32)
+    slot_Tk, position_Tk = np.full((tokens, k), -1), np.zeros((tokens, k), int)
+    weight_Tk, count_E = np.zeros((tokens, k)), np.zeros(experts, int)
+    send_R, place_TR = np.zeros(ranks, int), np.full((tokens, ranks), -1)
     for t in np.flatnonzero(valid_T):
         logits_E = np.where(np.isnan(logits_TE[t]), -np.inf, logits_TE[t].astype(np.float64))
         chosen = np.argsort(-logits_E, kind="stable")[:k]  # ties keep their order
-        slot_Tk[t] = slot_of_expert_E[chosen]
+        slot_Tk[t], position_Tk[t] = slot_of_expert_E[chosen], count_E[chosen]
         count_E[chosen] += 1
+        on = np.unique(slot_Tk[t] // (experts // ranks))
+        place_TR[t, on] = send_R[on]
+        send_R[on] += 1
         if np.isfinite(top := logits_E.max()):
             share_E = np.exp(logits_E - top)
             weight_Tk[t] = share_E[chosen] / (share_E[chosen].sum() if renormalise else share_E.sum())
-    return slot_Tk, weight_Tk, count_E
+    return slot_Tk, weight_Tk, count_E, position_Tk, send_R, place_TR
 
 
 def assert_same(got: Routing, want: Expected) -> None:
-    slot_Tk, weight_Tk, count_E = want
-    np.testing.assert_array_equal(got.slot_Tk, slot_Tk)
-    np.testing.assert_allclose(got.weight_Tk, weight_Tk, rtol=2e-6, atol=1e-7)
-    np.testing.assert_array_equal(got.count_E, count_E)
+    """All integers equal, weights nearly."""
+    for name, value, expected in zip(Routing._fields, got, want, strict=True):
+        tolerance = 2e-6 if name == "weight_Tk" else 0
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance / 20, err_msg=name)
 
 
 @st.composite
@@ -60,8 +64,9 @@ def cases(draw: st.DrawFn) -> tuple[RoutingShape, np.ndarray, np.ndarray, np.nda
 @given(cases(), st.booleans())
 def test_equals_the_naive_rule(case, renormalise):
     shape, logits_TE, valid_T, slot_of_expert_E = case
-    got = route(logits_TE, valid_T, slot_of_expert_E, k=shape.k, renormalise=renormalise)
-    assert_same(got, naive(logits_TE, valid_T, slot_of_expert_E, shape.k, renormalise))
+    rule = {"k": shape.k, "renormalise": renormalise, "ranks": shape.ranks}
+    got = route(logits_TE, valid_T, slot_of_expert_E, **rule)
+    assert_same(got, naive(logits_TE, valid_T, slot_of_expert_E, **rule))
     assert got.count_E.sum() == valid_T.sum() * shape.k
 
 
@@ -71,7 +76,7 @@ def test_placement_renames_slots_and_nothing_else(case):
     plain = route(logits_TE, valid_T, np.arange(shape.experts, dtype=np.int32), k=shape.k, renormalise=True)
     placed = route(logits_TE, valid_T, slot_of_expert_E, k=shape.k, renormalise=True)
     renamed_Tk = np.where(plain.slot_Tk >= 0, slot_of_expert_E[plain.slot_Tk], -1)
-    assert_same(placed, (renamed_Tk, plain.weight_Tk, plain.count_E))
+    assert_same(placed, plain._replace(slot_Tk=renamed_Tk))
 
 
 LN = np.log([[1, 2, 4, 1], [3, 3, 1, 1]]).astype(np.float32)
@@ -83,16 +88,23 @@ def test_by_hand(renormalise):
     """Odds 1:2:4:1 and 3:3:1:1, experts in slots 3 2 1 0; the third token is padding."""
     logits_TE = np.concatenate([LN, np.full((1, 4), np.nan, np.float32)])
     valid_T = np.array([True, True, False])
-    got = route(logits_TE, valid_T, np.array([3, 2, 1, 0], np.int32), k=2, renormalise=renormalise)
-    weights = [*BY_HAND[renormalise], [0, 0]]
-    assert_same(got, ([[1, 2], [3, 2], [-1, -1]], weights, [1, 2, 1, 0]))
+    got = route(logits_TE, valid_T, np.array([3, 2, 1, 0], np.int32), k=2, renormalise=renormalise, ranks=2)
+    want = Routing(
+        slot_Tk=[[1, 2], [3, 2], [-1, -1]],
+        weight_Tk=[*BY_HAND[renormalise], [0, 0]],
+        count_E=[1, 2, 1, 0],
+        position_Tk=[[0, 0], [0, 1], [0, 0]],
+        send_R=[1, 2],
+        place_TR=[[0, 0], [-1, 1], [-1, -1]],
+    )
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_row_without_a_finite_logit_counts_k_times_and_weighs_nothing(bad):
     logits_TE = np.full((1, 8), bad, np.float32)
     got = route(logits_TE, np.array([True]), np.arange(8, dtype=np.int32), k=2, renormalise=True)
-    assert_same(got, ([[0, 1]], [[0, 0]], [1, 1, 0, 0, 0, 0, 0, 0]))
+    assert_same(got, ([[0, 1]], [[0, 0]], [1, 1, 0, 0, 0, 0, 0, 0], [[0, 0]], [1], [[0]]))
 
 
 def test_bfloat16_logits_are_weighed_in_float32():
@@ -101,4 +113,4 @@ def test_bfloat16_logits_are_weighed_in_float32():
     args = np.ones(6, bool), np.arange(8, dtype=np.int32)
     got = route(logits_TE, *args, k=2, renormalise=True)
     assert got.weight_Tk.dtype == jnp.float32
-    assert_same(got, naive(np.asarray(logits_TE, np.float32), *args, k=2, renormalise=True))
+    assert_same(got, naive(np.asarray(logits_TE, np.float32), *args, k=2, renormalise=True, ranks=1))

@@ -1,0 +1,172 @@
+"""Bytes that a mesh needs on each of its devices: arithmetic only, nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.model.inputs import group_sizes
+from gimbal_jax.model.sharding import kv_heads_in_cache
+from gimbal_jax.pallas_kernels.grouped_matmul import temporary_bytes
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one number, by dtype."""
+SAMPLING_COPIES = 6
+"""Arrays of the logits' size that live at once while sampling: the logits, three more that XLA holds for H100 (it
+reports 3.01 times the logits as temporaries of ``sample``), and two of scratch for the sort on the device."""
+SPLIT_ROWS = 264 * 128
+"""Rows of float32 partial results where blocks share a context: at most so many blocks, of two times 64 rows."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Weights on one device."""
+
+    experts: int
+    attention: int
+    """With the norms, which every device holds."""
+    router: int
+    dense: int
+    """Feed-forward of the layers without experts."""
+    vocabulary: int
+    """Embedding, output head and the last norm."""
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.attention + self.router + self.dense + self.vocabulary
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What one step needs on one device besides weights and cache, at most: an estimate, from above."""
+
+    activations: int
+    """Hidden states that live through a layer, and embeddings before they are added up."""
+    attention: int
+    """Queries, keys, values and outputs, with float32 forms and partial results."""
+    feed_forward: int
+    """Tokens of all engines with what their experts here make of them, or the dense layers' activations."""
+    logits: int
+    """float32 logits of every group, with what sampling makes of them."""
+
+    @property
+    def total(self) -> int:
+        """Attention, feed-forward and logits are never there at once."""
+        return self.activations + max(self.attention, self.feed_forward, self.logits)
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What one device holds: a fixed part, and KV pages in the rest."""
+
+    weights: WeightBytes
+    migration: int
+    step: StepBytes
+    tables: int
+    """Counters, placement and page tables."""
+    page: int
+    """One KV page: this device's heads, keys and values, all layers."""
+    least_pages: int
+    """Pages of one sequence of the greatest length: fewer are no use."""
+
+    @property
+    def fixed(self) -> int:
+        return self.weights.total + self.migration + self.step.total + self.tables
+
+    @property
+    def least(self) -> int:
+        """Memory below which the mesh cannot serve."""
+        return self.fixed + self.least_pages * self.page
+
+    def kv_pages(self, budget: int) -> int:
+        """KV pages of an engine, if each of its devices may use ``budget`` bytes. ValueError if they are too few."""
+        if budget < self.least:
+            raise ValueError(
+                f"each device may use {budget / GB:.1f} GB, and needs {self.least / GB:.1f} GB: "
+                f"{self.weights.total / GB:.1f} for weights, {self.step.total / GB:.1f} for a step, "
+                f"{(self.migration + self.tables) / GB:.1f} for migration and tables, "
+                f"{self.least_pages * self.page / GB:.1f} for one sequence of the greatest length"
+            )
+        return (budget - self.fixed) // self.page
+
+
+def device_bytes(model: ModelConfig, config: ServerConfig, bucket: tuple[int, int]) -> DeviceBytes:
+    """What a server with these settings needs on each device; ``model.dtype`` is that of weights and cache.
+
+    Args:
+      model: the architecture.
+      config: a mesh that passes ``check_mesh``; ``engine.num_pages`` plays no part.
+      bucket: (decode rows, prefill tiles) of the largest step.
+    """
+    engine, mesh = config.engine, config.mesh
+    _, groups = group_sizes(*bucket, engine.tile)
+    layers_and_experts = len(model.moe_layers) * model.num_experts
+    # New counts stand beside the old ones; counts and placement are int32, and so are page numbers.
+    tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row)
+    return DeviceBytes(
+        weights=weight_bytes(model, mesh),
+        migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
+        step=step_bytes(model, mesh, engine, bucket),
+        tables=tables,
+        page=engine.page_size * kv_bytes_per_token(model, mesh.tp),
+        least_pages=engine.pages_per_row,
+    )
+
+
+def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
+    """Weights on each device: exactly what the shards of ``abstract_model`` take."""
+    m, tp, item = model, mesh.tp, ITEM_BYTES[model.dtype]
+    heads = m.num_heads // tp * m.head_dim
+    # Where tp does not divide the KV heads, every device holds all of their projections (see ``spec_for``).
+    kv = (m.num_kv_heads // tp if m.num_kv_heads % tp == 0 else m.num_kv_heads) * m.head_dim
+    biases = heads + 2 * kv + m.hidden_size if m.attention_bias else 0
+    norms = 2 * m.hidden_size + 2 * m.head_dim
+    attention = 2 * m.hidden_size * (heads + kv) + biases + norms
+    moe, dense = len(m.moe_layers), m.num_layers - len(m.moe_layers)
+    tables = 1 if m.tie_embeddings else 2
+    return WeightBytes(
+        experts=moe * (m.num_experts // mesh.ranks) * expert_bytes(m),
+        attention=m.num_layers * attention * item,
+        router=moe * m.hidden_size * m.num_experts * item,
+        dense=dense * 3 * m.hidden_size * (m.intermediate_size // tp) * item,
+        vocabulary=(tables * m.vocab_size // tp + 1) * m.hidden_size * item,
+    )
+
+
+def expert_bytes(model: ModelConfig) -> int:
+    """Weights of one expert of one layer: gate, up and down."""
+    return 3 * model.hidden_size * model.moe_intermediate_size * ITEM_BYTES[model.dtype]
+
+
+def kv_bytes_per_token(model: ModelConfig, tp: int = 1) -> int:
+    """Keys and values of one token in all layers, on each of an engine's ``tp`` devices; on all of them for 1.
+
+    More devices than KV heads hold copies: each has one head.
+    """
+    heads = kv_heads_in_cache(model, tp) // tp
+    return 2 * model.num_layers * heads * model.head_dim * ITEM_BYTES[model.dtype]
+
+
+def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) -> int:
+    """What ``move_experts`` needs on each device: the rows that it sends, and as many received."""
+    return 2 * mesh.ranks * rows_per_pair * expert_bytes(model)
+
+
+def step_bytes(model: ModelConfig, mesh: MeshConfig, engine: EngineConfig, bucket: tuple[int, int]) -> StepBytes:
+    """Temporaries of a step of this (decode rows, prefill tiles); see ``StepBytes``."""
+    m, item = model, ITEM_BYTES[model.dtype]
+    tokens, groups = group_sizes(*bucket, engine.tile)
+    heads = m.num_heads // mesh.tp * m.head_dim
+    kv = kv_heads_in_cache(m, mesh.tp) // mesh.tp * m.head_dim
+    # Every rank may get the tokens of all engines.
+    received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks
+    sizes = m.hidden_size, m.moe_intermediate_size, mesh.ranks
+    experts = temporary_bytes(received, m.experts_per_token, slots, *sizes) + 2 * received * m.hidden_size * item
+    dense = 3 * tokens * m.intermediate_size // mesh.tp * item if len(m.moe_layers) < m.num_layers else 0
+    return StepBytes(
+        activations=tokens * m.hidden_size * (3 * item + 4),
+        attention=tokens * 2 * (heads + kv) * item + (2 * tokens * heads + SPLIT_ROWS * m.head_dim) * 4,
+        feed_forward=max(experts, dense),
+        logits=SAMPLING_COPIES * groups * m.vocab_size * 4,
+    )

@@ -1,0 +1,308 @@
+"""``paged_attention`` as one kernel for NVIDIA Hopper (Mosaic GPU), for decoding and for prefill tiles.
+
+The queries of a group that share a KV head are the rows of one matrix product, 64 for each warpgroup: query after
+query, each with all its heads. Rows that are left over hold garbage, which never meets another row, and are not written.
+A block of the grid walks its context in steps of 64 tokens with a running softmax in base 2. The TMA unit loads the
+pages ahead of use, at indices read from the page table; the first warpgroup asks for them.
+
+Where groups are few, several blocks share one context, each with a run of its steps, and XLA merges what they give.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Rows of a warpgroup's matrix product."""
+STEP = 64
+"""Context tokens of a step."""
+STAGES = 3
+"""Steps whose keys and values stand in shared memory. With three, two decode blocks fit on a core."""
+WARPGROUPS = 264
+"""Warpgroups that keep a GPU busy: two for each of an H100's 132 cores."""
+LEAST = -1e30
+"""Where a running maximum starts: finite, so that a row that has seen nothing has weights of 0, not of NaN."""
+PAGE_SIZES = (8, 16, 32, 64, 128)
+HEAD_DIMS = (64, 128)
+
+MATRIX = plgpu.Layout.WGMMA
+ROW = MATRIX.reduce(1)
+
+Ref = Any
+"""Pallas has no public type for a reference."""
+
+
+def mosaic_limits(dtype: Any, head_dim: int, page_size: int, heads_per_kv_head: int) -> list[str]:
+    """What keeps the kernel from serving such a model; empty if nothing does."""
+    found = []
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        found.append(f"dtype is {jnp.dtype(dtype)}; the attention kernel takes bfloat16")
+    if head_dim not in HEAD_DIMS:
+        found.append(f"head_dim is {head_dim}; the attention kernel takes one of {HEAD_DIMS}")
+    if page_size not in PAGE_SIZES:
+        found.append(f"page_size is {page_size}; the attention kernel takes one of {PAGE_SIZES}")
+    if heads_per_kv_head > ROWS:
+        found.append(f"{heads_per_kv_head} query heads share a KV head; the attention kernel takes at most {ROWS}")
+    return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the queries and the context of a KV head of a group are cut into blocks."""
+
+    queries: int
+    """Of a warpgroup."""
+    warpgroups: int
+    """Of a block; they read the same keys and values."""
+    blocks: int
+    """Along the queries of a group."""
+    splits: int
+    """Blocks that share a context."""
+
+
+def cut(groups: int, queries: int, kv_heads: int, heads_per_kv_head: int, context: int) -> Cut:
+    """Fill the rows of a warpgroup, then the GPU.
+
+    Args:
+      groups, queries, kv_heads, heads_per_kv_head: of the call.
+      context: tokens in the longest context that its page table can hold.
+    """
+    of_warpgroup = max(n for n in range(1, queries + 1) if queries % n == 0 and n * heads_per_kv_head <= ROWS)
+    parts = queries // of_warpgroup
+    warpgroups = 2 if parts % 2 == 0 else 1
+    splits = WARPGROUPS // (groups * kv_heads * parts)
+    return Cut(of_warpgroup, warpgroups, parts // warpgroups, max(1, min(splits, pl.cdiv(context, STEP))))
+
+
+def attend_pages(
+    q_GQHD: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table_GM: jax.Array,
+    start_G: jax.Array,
+    count_G: jax.Array,
+    *,
+    window: int | None,
+    interpret: plgpu.InterpretGPUParams | None,
+    splits: int | None = None,
+) -> jax.Array:
+    """The kernel and, where contexts are shared, the merge.
+
+    Args: those of ``paged_attention``, and
+      interpret: how to interpret the kernel on the CPU; None compiles it.
+      splits: blocks that share a context; as many as fill the GPU if None.
+
+    Raises:
+      ValueError: the kernel does not take such arrays; see ``mosaic_limits``.
+    """
+    (groups, queries, heads, dim), (_, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
+    share = heads // kv_heads
+    if limits := mosaic_limits(q_GQHD.dtype, dim, page_size, share):
+        raise ValueError("; ".join(limits))
+    c = cut(groups, queries, kv_heads, share, page_table_GM.shape[1] * page_size)
+    splits = splits or c.splits
+    # A partial result takes the room of the queries, whose type is half as wide, in halves of its columns.
+    out_dtype, columns = (jnp.float32, dim // 2) if splits > 1 else (q_GQHD.dtype, dim)
+    out_type = [jax.ShapeDtypeStruct((splits, groups, queries, kv_heads, share, dim), out_dtype)]
+    if splits > 1:
+        out_type.append(
+            jax.ShapeDtypeStruct((splits, groups, kv_heads, c.blocks, c.warpgroups, ROWS), jnp.float32)
+        )
+    tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    pages = plgpu.SMEM((STAGES, STEP, dim), k_pages.dtype, transforms=tiles)
+    loaded = plgpu.Barrier(num_arrivals=max(1, STEP // page_size), num_barriers=STAGES)
+    out_SGQKhD, *log_sum = plgpu.kernel(
+        functools.partial(_attend_block, c=c, splits=splits, window=window, interpret=interpret is not None),
+        out_type=out_type,
+        grid=(groups, kv_heads, c.blocks, splits),
+        grid_names=("group", "kv_head", "block", "split"),
+        num_threads=c.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            q_or_out=plgpu.RefUnion(
+                plgpu.SMEM((c.warpgroups, ROWS, dim), q_GQHD.dtype),
+                plgpu.SMEM((c.warpgroups, ROWS, columns), out_dtype),
+            ),
+            k_smem=pages,
+            v_smem=pages,
+            q_loaded=plgpu.Barrier(num_arrivals=c.queries, num_barriers=c.warpgroups),
+            k_loaded=loaded,
+            v_loaded=loaded,
+            used=plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=STAGES),
+            cleaned=plgpu.Barrier(num_arrivals=c.warpgroups),
+        ),
+        # Rows are reduced within a warp, which takes no shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(q_GQHD.reshape(groups, queries, kv_heads, share, dim), k_pages, v_pages, page_table_GM, start_G, count_G)
+    if splits == 1:
+        return out_SGQKhD.reshape(q_GQHD.shape)
+    log_sum_SGKQh = log_sum[0][..., : c.queries * share].reshape(splits, groups, kv_heads, queries, share)
+    return merge(out_SGQKhD, log_sum_SGKQh.swapaxes(2, 3)).reshape(q_GQHD.shape).astype(q_GQHD.dtype)
+
+
+def merge(out_SXD: jax.Array, log_sum_SX: jax.Array) -> jax.Array:
+    """Attention over a whole context from that over S parts of it.
+
+    Args:
+      out_SXD: results of the parts, for any axes X.
+      log_sum_SX: base 2 logarithms of their sums of exponentials; minus infinity for a part in which nothing was seen.
+
+    Returns:
+      [X, D]; 0 where nothing was seen in any part.
+    """
+    top_X = log_sum_SX.max(axis=0)
+    weight_SX = jnp.exp2(log_sum_SX - jnp.where(jnp.isfinite(top_X), top_X, 0))
+    total_X = weight_SX.sum(axis=0)
+    return (weight_SX[..., None] * out_SXD).sum(axis=0) / jnp.where(total_X > 0, total_X, 1)[..., None]
+
+
+def _attend_block(
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    table_ref: Ref,
+    start_ref: Ref,
+    count_ref: Ref,
+    out_ref: Ref,
+    *log_sum_ref: Ref,
+    q_or_out: Ref,
+    k_smem: Ref,
+    v_smem: Ref,
+    q_loaded: Ref,
+    k_loaded: Ref,
+    v_loaded: Ref,
+    used: Ref,
+    cleaned: Ref,
+    c: Cut,
+    splits: int,
+    window: int | None,
+    interpret: bool,
+) -> None:
+    group, kv_head, block, split = (lax.axis_index(name) for name in ("group", "kv_head", "block", "split"))
+    warpgroup = lax.axis_index("warpgroup")
+    q_smem, out_smem = (ref.at[warpgroup] for ref in q_or_out)
+    page_size, (_, _, _, share, dim) = k_ref.shape[1], q_ref.shape
+
+    # This block's queries, and the context [begin, end) that at least one of them sees.
+    first = block * c.warpgroups * c.queries
+    start = start_ref[group] + first
+    count = jnp.clip(count_ref[group] - first, 0, c.warpgroups * c.queries)
+    end = start + count
+    begin = 0 if window is None else jnp.maximum(start - window + 1, 0)
+    first_step = lax.div(begin, STEP)
+    steps = jnp.where(count > 0, pl.cdiv(end, STEP) - first_step, 0)
+    per_split = pl.cdiv(steps, splits)
+    first_step, steps = first_step + split * per_split, jnp.clip(steps - split * per_split, 0, per_split)
+
+    def load(i: jax.Array) -> None:
+        slot, piece = lax.rem(i, STAGES), min(page_size, STEP)
+        for at in range(0, STEP, piece):
+            # Past the end of the context, its last piece again: no other page need exist.
+            token = jnp.minimum((first_step + i) * STEP + at, lax.div(end - 1, piece) * piece)
+            source = table_ref[group, lax.div(token, page_size)], pl.ds(lax.rem(token, page_size), piece), kv_head
+            place = slot, pl.ds(at, piece)
+            plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[place], k_loaded.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[place], v_loaded.at[slot])
+
+    for i in range(STAGES):
+        pl.when((warpgroup == 0) & (i < steps))(functools.partial(load, i))
+
+    first_query = warpgroup * c.queries
+    rows = [(first + first_query + i, pl.ds(i * share, share)) for i in range(c.queries)]
+    for query, place in rows:
+        plgpu.copy_gmem_to_smem(q_ref.at[group, query, kv_head], q_smem.at[place], q_loaded.at[warpgroup])
+    plgpu.barrier_wait(q_loaded.at[warpgroup])
+    q = plgpu.load(q_smem, layout=MATRIX, optimized=False)
+
+    query = first_query + lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW), share)
+    position = jnp.where(query < count, start + query, -1)  # padding sees nothing
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out, top, total = carry
+        slot, token = lax.rem(i, STAGES), (first_step + i) * STEP
+
+        # Not the slot that was just used, but the one before it: the other warpgroup is hardly ever still reading it.
+        @pl.when((warpgroup == 0) & (i > 0) & (i + STAGES - 1 < steps))
+        def _load_ahead() -> None:
+            plgpu.barrier_wait(used.at[lax.rem(i - 1, STAGES)])
+            load(i + STAGES - 1)
+
+        plgpu.barrier_wait(k_loaded.at[slot])
+        score = _product(q, k_smem.at[slot].transpose((1, 0)), interpret=interpret)
+        context = token + plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=MATRIX)
+        seen = context <= lax.broadcast_in_dim(position, score.shape, [0])
+        if window is not None:
+            seen &= context > lax.broadcast_in_dim(position - window, score.shape, [0])
+        score = jnp.where(seen, score * (math.log2(math.e) / math.sqrt(dim)), -jnp.inf)
+        new_top = jnp.maximum(top, score.max(axis=1))
+        keep = jnp.exp2(top - new_top)
+        weight = jnp.exp2(score - lax.broadcast_in_dim(new_top, score.shape, [0]))
+        total = total * keep + weight.sum(axis=1)
+        out = out * lax.broadcast_in_dim(keep, out.shape, [0])
+
+        plgpu.barrier_wait(v_loaded.at[slot])
+
+        # A weight of 0 does not silence a NaN, and outside of the context a page may hold anything.
+        @pl.when((token < begin) | (token + STEP > end))
+        def _clean() -> None:
+            @pl.when(warpgroup == 0)
+            def _clear() -> None:
+                v = plgpu.load(v_smem.at[slot], layout=MATRIX)
+                context = token + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=MATRIX)
+                v_smem[slot] = jnp.where((context >= begin) & (context < end), v, 0)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(cleaned)
+            plgpu.barrier_wait(cleaned)
+
+        out = _product(weight.astype(q.dtype), v_smem.at[slot], onto=out, interpret=interpret)
+        plgpu.barrier_arrive(used.at[slot])
+        return out, new_top, total
+
+    out, top, total = lax.fori_loop(
+        0,
+        steps,
+        step,
+        (
+            plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), MATRIX),
+            plgpu.layout_cast(jnp.full(ROWS, LEAST, jnp.float32), ROW),
+            plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), ROW),
+        ),
+    )
+    out = out / lax.broadcast_in_dim(jnp.where(total > 0, total, 1), out.shape, [0])
+    columns = out_smem.shape[1]
+    for at in range(0, dim, columns):
+        out_smem[...] = out[:, at : at + columns].astype(out_smem.dtype)
+        plgpu.commit_smem()
+        for query, place in rows:
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[place], out_ref.at[split, group, query, kv_head, :, pl.ds(at, columns)]
+            )
+        plgpu.wait_smem_to_gmem(0)
+    for ref in log_sum_ref:
+        ref[split, group, kv_head, block, warpgroup] = top + jnp.log2(total)
+
+
+def _product(a: jax.Array, b_ref: Ref, *, interpret: bool, onto: jax.Array | None = None) -> jax.Array:
+    """float32 ``a @ b``, added to ``onto``."""
+    if interpret:  # The interpreter has no product of registers with shared memory.
+        product = jnp.dot(a.astype(jnp.float32), b_ref[...].astype(jnp.float32))
+        return product if onto is None else onto + product
+    if onto is not None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b_ref))(plgpu.ACC.init(onto))
+
+    def fresh(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b_ref)
+        return acc[...]
+
+    return pl.run_scoped(fresh, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))

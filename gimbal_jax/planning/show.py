@@ -1,0 +1,88 @@
+"""Which device of a mesh holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from gimbal_jax.config import MeshConfig, ModelConfig
+from gimbal_jax.model.sharding import check_mesh, kv_heads_in_cache
+from gimbal_jax.scheduler.placement import static_placement
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one device holds; indices count from 0."""
+
+    rank: int
+    engine: int
+    heads: range
+    kv_heads: range
+    kv_copies: int
+    """Devices of its engine that hold the same KV heads."""
+    vocabulary: range
+    experts: tuple[int, ...]
+    """Of the layer asked for, in order of their slots."""
+
+
+def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -> list[Shard]:
+    """Every device's share of the model, by rank. ValueError for a mesh that does not fit the model."""
+    check_mesh(model, mesh)
+    tp, slots = mesh.tp, model.num_experts // mesh.ranks
+    copies = kv_heads_in_cache(model, tp) // model.num_kv_heads
+    expert_of_slot = np.argsort(slot_of_expert_E)
+
+    def part(size: int, index: int, parts: int) -> range:
+        return range(index * size // parts, (index + 1) * size // parts)
+
+    return [
+        Shard(
+            rank=rank,
+            engine=rank // tp,
+            heads=part(model.num_heads, rank % tp, tp),
+            kv_heads=part(model.num_kv_heads, rank % tp // copies, tp // copies),
+            kv_copies=copies,
+            vocabulary=part(model.vocab_size, rank % tp, tp),
+            experts=tuple(expert_of_slot[rank * slots : (rank + 1) * slots].tolist()),
+        )
+        for rank in range(mesh.ranks)
+    ]
+
+
+def contiguous(model: ModelConfig, ranks: int) -> np.ndarray:
+    """slot_of_expert_LE of a server that starts from a Hugging Face checkpoint."""
+    return static_placement(len(model.moe_layers), model.num_experts, ranks)
+
+
+def shard_table(title: str, held: Sequence[Shard]) -> Table:
+    """One device a row."""
+    table = Table(title=title)
+    for column in ("device", "engine", "heads", "KV heads", "vocabulary", "experts"):
+        table.add_column(column, overflow="fold")
+    for shard in held:
+        shared = f" ({shard.kv_copies} copies)" if shard.kv_copies > 1 else ""
+        table.add_row(
+            str(shard.rank),
+            str(shard.engine),
+            ranges(shard.heads),
+            ranges(shard.kv_heads) + shared,
+            ranges(shard.vocabulary),
+            ranges(sorted(shard.experts)),
+        )
+    return table
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers with runs drawn together: 0-3, 7."""
+    if isinstance(numbers, range):
+        return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
