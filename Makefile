@@ -1,12 +1,14 @@
 # `make` lists the targets. PYTHON, if given, is the interpreter that .venv is made with.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format protos goldens clean
+.PHONY: help setup demo test cuda-check lint format protos goldens clean
 
 BIN := .venv/bin
+# For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
+CUDA_PYTHON := JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=2 .venv-cuda/bin/python
 SOURCES := gimbal_jax scripts tests
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
 
 setup: ## make .venv, if it is not there or out of date
 	@scripts/bootstrap $(PYTHON)
@@ -16,6 +18,12 @@ demo: setup ## serve a small model and replay a real trace: baseline, then gimba
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest
+
+cuda-check: ## compile kernels and steps for GPUs that are not there, and check them; see docs/cuda.md
+	@scripts/bootstrap --cuda $(PYTHON)
+	$(CUDA_PYTHON) -m pytest tests/cuda -n 2
+	$(CUDA_PYTHON) scripts/kernel_report.py
+	$(CUDA_PYTHON) scripts/cuda_check.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)
@@ -33,5 +41,5 @@ goldens: ## make tests/goldens anew; GOLDENS_PYTHON is a Python with torch and t
 	$(or $(GOLDENS_PYTHON),$(error set GOLDENS_PYTHON to a Python with torch and transformers)) scripts/make_goldens.py tests/goldens
 
 clean: ## remove .venv, caches and out/
-	rm -rf .venv out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

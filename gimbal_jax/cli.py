@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gimbal_jax.config import (
+    MEMORY_UTILISATION,
     DispatchConfig,
     DispatchPolicy,
     EngineConfig,
@@ -28,15 +29,16 @@ from gimbal_jax.config import (
     QueuePolicy,
     ServerConfig,
 )
+from gimbal_jax.mesh_cli import mesh_app
 from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 
 if TYPE_CHECKING:
     import jax
-    import numpy as np
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
 )
+app.add_typer(mesh_app, name="mesh")
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder: Hugging Face safetensors, or Orbax from `convert`.")]
 Devices = Annotated[str, typer.Option(help="`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices.")]
@@ -79,7 +81,15 @@ def serve(
         int | None, typer.Option(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = EngineConfig.page_size,
-    num_pages: Annotated[int, typer.Option(min=1, help="KV pages per engine.")] = EngineConfig.num_pages,
+    num_pages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"KV pages per engine; default what GPU memory holds, {EngineConfig.num_pages} on CPU."
+        ),
+    ] = None,
+    memory_utilisation: Annotated[
+        float, typer.Option(min=0.1, max=1, help="Share of each GPU's memory that the server takes.")
+    ] = MEMORY_UTILISATION,
     max_rows: Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")] = EngineConfig.max_rows,
     token_budget: Annotated[
         int, typer.Option(min=1, help="Most tokens per engine and step.")
@@ -96,7 +106,7 @@ def serve(
 ) -> None:
     """Serve MODEL over gRPC (vllm.grpc.engine.VllmEngine, gimbal.v1.Control, health, reflection)."""
     with errors_said():
-        available = _set_up_devices(devices, MeshConfig(dp, tp), compile_cache)
+        available = _set_up_devices(devices, MeshConfig(dp, tp), compile_cache, memory_utilisation)
         from gimbal_jax.model.hf_config import load_config
 
         config = load_config(model)
@@ -105,14 +115,19 @@ def serve(
             raise ValueError(f"--max-model-len {max_model_len} is beyond the model's {config.max_position} positions")
         settings = ServerConfig(
             MeshConfig(dp, tp),
-            EngineConfig(limit, page_size, num_pages, max_rows, token_budget, tile, max_queue, exchange),
+            EngineConfig(
+                limit, page_size, num_pages or EngineConfig.num_pages, max_rows, token_budget, tile, max_queue, exchange
+            ),
             DispatchConfig(policy=dispatch),
             QueueConfig(policy=queue),
             PlacementConfig(policy=placement, window_steps=window_steps, min_gain=min_gain, smoothing=smoothing),
         )
         files = _Files(placement_file, dump_counts, save)
         address = (host, port, metrics_port)
-        code = asyncio.run(_serve(model, config, settings, available, dtype, address, drain_timeout, files))
+        serving = _serve(
+            model, config, settings, available, dtype, address, drain_timeout, files, size_pool=num_pages is None
+        )
+        code = asyncio.run(serving)
     raise typer.Exit(code)
 
 
@@ -245,14 +260,21 @@ async def _serve(
     address: tuple[str, int, int | None],
     drain_timeout: float,
     paths: _Files,
+    *,
+    size_pool: bool = False,
 ) -> int:
-    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
+    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code.
+
+    ``size_pool`` gives engines as many KV pages as the devices hold, in place of the configured number.
+    """
     from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
     from gimbal_jax.model.sharding import check_mesh
+    from gimbal_jax.scheduler.counts_file import load_placement_of
     from gimbal_jax.serving.batch import step_buckets
     from gimbal_jax.serving.counts_dump import CountsDump
     from gimbal_jax.serving.engine import check_limits
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
+    from gimbal_jax.serving.kv_pool import size_kv_pool
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.rebalance import move_to
     from gimbal_jax.serving.runner import DeviceRunner
@@ -266,11 +288,14 @@ async def _serve(
     step_buckets(config.engine, config.mesh.tp)
     dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
     model = replace(model, dtype=dtype)
-    start_LE = _start_placement(paths.placement, model, config.mesh) if paths.placement else None
+    start_LE = load_placement_of(paths.placement, model, config.mesh) if paths.placement else None
     dump = None
     if paths.dump_counts is not None:
         meta = {"model": folder.name, "policy": config.placement.policy, "ranks": config.mesh.ranks}
         dump = CountsDump(paths.dump_counts, time.strftime("%Y%m%d-%H%M%S"), meta)
+    if size_pool:
+        config, said = size_kv_pool(model, config, devices[0])
+        console.print(said)
     weights, slots, mesh = _load(folder, model, config.mesh, devices, dtype)
     runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
     server = Server(model, config, runner, dump=dump)
@@ -317,20 +342,6 @@ async def _serve(
     return 0
 
 
-def _start_placement(path: Path, model: ModelConfig, mesh: MeshConfig) -> np.ndarray:
-    from gimbal_jax.scheduler.counts_file import load_placement
-
-    slot_of_expert_LE, ranks = load_placement(path)
-    shape = len(model.moe_layers), model.num_experts
-    if slot_of_expert_LE.shape != shape or ranks != mesh.ranks:
-        (layers, experts), found = shape, slot_of_expert_LE.shape
-        wanted = f"{layers} layers of {experts} experts on {mesh.ranks} ranks"
-        raise ValueError(
-            f"{path}: its placement is of {found[0]} layers of {found[1]} experts on {ranks} ranks, not {wanted}"
-        )
-    return slot_of_expert_LE
-
-
 def _load(
     folder: Path, model: ModelConfig, mesh_config: MeshConfig, devices: list[jax.Device], dtype: str
 ) -> tuple[Any, Any, jax.sharding.Mesh]:
@@ -343,8 +354,10 @@ def _load(
         return *load_weights(folder, model, mesh, dtype, progress), mesh
 
 
-def _set_up_devices(devices: str, mesh: MeshConfig, compile_cache: Path | None) -> list[jax.Device]:
-    """Choose jax's devices, enough for the mesh; must come before anything else uses jax."""
+def _set_up_devices(
+    devices: str, mesh: MeshConfig, compile_cache: Path | None, memory_utilisation: float = MEMORY_UTILISATION
+) -> list[jax.Device]:
+    """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax."""
     import jax
 
     platform, _, count = devices.partition(":")
@@ -354,6 +367,8 @@ def _set_up_devices(devices: str, mesh: MeshConfig, compile_cache: Path | None) 
         jax.config.update("jax_platforms", {"gpu": "cuda", "cpu": "cpu"}[platform])
     if count:
         jax.config.update("jax_num_cpu_devices", int(count))
+    # Only GPUs heed this. jax takes their memory at once when it starts, and would take a share of its own choice.
+    jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": memory_utilisation})
     if compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(compile_cache.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -31,6 +31,8 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that a request can ask for; the step always computes as many."""
 MAX_STOP_IDS = 16
 """Most stop token ids of one request, the model's own end tokens included."""
+MEMORY_UTILISATION = 0.9
+"""Share of each GPU's memory that a server takes; the rest is for CUDA, its libraries and compiled code."""
 MAX_PRIORITY = 100
 """Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY; lower runs first."""
 
@@ -106,7 +108,7 @@ class EngineConfig:
     page_size: int = 16
     """Tokens per KV page."""
     num_pages: int = 1024
-    """KV pages per engine."""
+    """KV pages per engine; `gimbal serve` sizes them by the memory of GPUs (see ``serving.kv_pool``)."""
     max_rows: int = 32
     """Most sequences that run at once."""
     token_budget: int = 512

@@ -22,7 +22,7 @@ from tests.serving.fake_server import FakeCore, running_server
 
 GOLDENS = Path(__file__).parent / "goldens"
 BASE = GOLDENS / "base"
-COMMANDS = ("serve", "counts", "place", "demo-model", "convert")
+COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh")
 
 
 def gimbal(*arguments: object) -> Result:

@@ -1,15 +1,21 @@
-"""docs/: the examples of scheduling.md print what stands after them, and links lead somewhere."""
+"""docs/: the examples of scheduling.md and the commands of mesh.md print what follows; links lead somewhere."""
 
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from gimbal_jax.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = r"^```python\n(.*?)^```\n```text\n(.*?)^```$"
 EXAMPLES = re.findall(BLOCK, (DOCS / "scheduling.md").read_text(), re.MULTILINE | re.DOTALL)
+
+COMMANDS = re.findall(BLOCK.replace("python", "sh"), (DOCS / "mesh.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(("code", "output"), EXAMPLES, ids=range(len(EXAMPLES)))
@@ -18,6 +24,13 @@ def test_examples_of_scheduling_print_what_they_say(code: str, output: str):
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "scheduling.md", "exec"), {})
     assert printed.getvalue() == output
+
+
+@pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_commands_of_mesh_print_what_they_say(command: str, output: str):
+    program, *arguments = shlex.split(command)
+    assert program == "gimbal"
+    assert CliRunner().invoke(app, arguments, env={"COLUMNS": "100", "TERM": "dumb"}).output == output
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

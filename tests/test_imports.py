@@ -22,11 +22,13 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "pallas_kernels": (set(), {"jax"}),
     "scheduler": ({"config"}, {"numpy"}),
     "model": ({"config", "pallas_kernels"}, ANY),
-    "serving": ({"config", "scheduler", "model", "version"}, ANY),
+    "serving": ({"config", "scheduler", "model", "pallas_kernels", "version"}, ANY),
     "place": ({"config", "scheduler"}, ANY),
+    "planning": ({"config", "scheduler", "model", "pallas_kernels", "serving"}, ANY),
+    "mesh_cli": ({"config", "scheduler", "planning", "terminal"}, ANY),
     "terminal": (set(), {"rich", "typer"}),
     "simulation": ({"config", "scheduler", "model"}, ANY),
-    "cli": ({"config", "scheduler", "model", "serving", "simulation", "place", "terminal", "version"}, ANY),
+    "cli": ({"config", "scheduler", "model", "serving", "simulation", "place", "mesh_cli", "terminal", "version"}, ANY),
 }
 # Module -> what it alone of its part may import as well.
 EXCEPTIONS = {"gimbal_jax.scheduler.exact": {"scipy"}}

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.sharding import kv_heads_in_cache
-from gimbal_jax.pallas_kernels.grouped_matmul import temporary_bytes
+from gimbal_jax.pallas_kernels import Backend
+from gimbal_jax.pallas_kernels.grouped_matmul import TILE, temporary_bytes
+from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number, by dtype."""
@@ -15,7 +17,8 @@ SAMPLING_COPIES = 6
 """Arrays of the logits' size that live at once while sampling: the logits, three more that XLA holds for H100 (it
 reports 3.01 times the logits as temporaries of ``sample``), and two of scratch for the sort on the device."""
 SPLIT_ROWS = 264 * 128
-"""Rows of float32 partial results where blocks share a context: at most so many blocks, of two times 64 rows."""
+"""Rows of float32 partial results where blocks of the attention kernel share a context: at most 264 blocks, of two
+times 64 rows."""
 GB = 1e9
 
 
@@ -91,13 +94,16 @@ class DeviceBytes:
         return (budget - self.fixed) // self.page
 
 
-def device_bytes(model: ModelConfig, config: ServerConfig, bucket: tuple[int, int]) -> DeviceBytes:
+def device_bytes(
+    model: ModelConfig, config: ServerConfig, bucket: tuple[int, int], backend: Backend = "mosaic"
+) -> DeviceBytes:
     """What a server with these settings needs on each device; ``model.dtype`` is that of weights and cache.
 
     Args:
       model: the architecture.
       config: a mesh that passes ``check_mesh``; ``engine.num_pages`` plays no part.
       bucket: (decode rows, prefill tiles) of the largest step.
+      backend: which form of the kernels the devices run.
     """
     engine, mesh = config.engine, config.mesh
     _, groups = group_sizes(*bucket, engine.tile)
@@ -107,7 +113,7 @@ def device_bytes(model: ModelConfig, config: ServerConfig, bucket: tuple[int, in
     return DeviceBytes(
         weights=weight_bytes(model, mesh),
         migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
-        step=step_bytes(model, mesh, engine, bucket),
+        step=step_bytes(model, mesh, engine, bucket, backend),
         tables=tables,
         page=engine.page_size * kv_bytes_per_token(model, mesh.tp),
         least_pages=engine.pages_per_row,
@@ -153,20 +159,28 @@ def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) ->
     return 2 * mesh.ranks * rows_per_pair * expert_bytes(model)
 
 
-def step_bytes(model: ModelConfig, mesh: MeshConfig, engine: EngineConfig, bucket: tuple[int, int]) -> StepBytes:
+def step_bytes(
+    model: ModelConfig, mesh: MeshConfig, engine: EngineConfig, bucket: tuple[int, int], backend: Backend
+) -> StepBytes:
     """Temporaries of a step of this (decode rows, prefill tiles); see ``StepBytes``."""
     m, item = model, ITEM_BYTES[model.dtype]
     tokens, groups = group_sizes(*bucket, engine.tile)
-    heads = m.num_heads // mesh.tp * m.head_dim
-    kv = kv_heads_in_cache(m, mesh.tp) // mesh.tp * m.head_dim
-    # Every rank may get the tokens of all engines.
-    received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks
-    sizes = m.hidden_size, m.moe_intermediate_size, mesh.ranks
-    experts = temporary_bytes(received, m.experts_per_token, slots, *sizes) + 2 * received * m.hidden_size * item
+    heads = m.num_heads // mesh.tp
+    kv_heads = kv_heads_in_cache(m, mesh.tp) // mesh.tp
+    received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks  # a rank may get the tokens of all engines
+    pairs = received * min(m.experts_per_token, slots)
+    if backend == "xla":
+        # Scores, shares and values of a block of context; results of all pairs, with slots padded to tiles.
+        partial = (3 * tokens * heads + groups * kv_heads * m.head_dim) * max(BLOCK, engine.page_size) * 4
+        experts = (pairs + TILE * slots) * (m.hidden_size * item + 16)
+    else:
+        partial = SPLIT_ROWS * m.head_dim * 4
+        sizes = m.hidden_size, m.moe_intermediate_size
+        experts = temporary_bytes(received, m.experts_per_token, slots, *sizes, mesh.ranks)
     dense = 3 * tokens * m.intermediate_size // mesh.tp * item if len(m.moe_layers) < m.num_layers else 0
     return StepBytes(
         activations=tokens * m.hidden_size * (3 * item + 4),
-        attention=tokens * 2 * (heads + kv) * item + (2 * tokens * heads + SPLIT_ROWS * m.head_dim) * 4,
-        feed_forward=max(experts, dense),
+        attention=tokens * m.head_dim * (2 * (heads + kv_heads) * item + 2 * heads * 4) + partial,
+        feed_forward=max(experts + 2 * received * m.hidden_size * item, dense),
         logits=SAMPLING_COPIES * groups * m.vocab_size * 4,
     )

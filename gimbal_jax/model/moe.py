@@ -10,6 +10,7 @@ of ranks has room for the worst case.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def _gather(
     down_PFD: jax.Array,
     backend: Backend,
 ) -> jax.Array:
-    (t, k), experts = routing.slot_Tk.shape, count_E.shape[0]
+    (t, k), slots = routing.slot_Tk.shape, gate_up_PDF.shape[0]
     ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
     x_ND = jax.lax.all_gather(x_tD, RANKS, tiled=True)
     # Everything else in one collective.
@@ -79,7 +80,7 @@ def _gather(
     slot, weight, position, count_RE = jnp.split(joined, [t * k, 2 * t * k, 3 * t * k], axis=1)
     first_RE, size_RP = first_places(count_RE)
     place = jnp.take_along_axis(first_RE, jnp.maximum(slot, 0), axis=1) + position
-    here = (slot >= 0) & (slot // (experts // ranks) == rank)
+    here = slot // slots == rank  # never for padding: -1
     y_ND = grouped_ffn(
         x_ND,
         jnp.where(here, place, -1).reshape(-1, k),
@@ -107,10 +108,11 @@ def _sparse(
     count_RE, send_RR = jnp.split(counts, [count_E.shape[0]], axis=1)
     first_RE, size_RP = first_places(count_RE)
     place_tk = first_RE[rank][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
-    rank_tk = jnp.where(routing.slot_Tk >= 0, routing.slot_Tk // slots, -1)
+    rank_tk = routing.slot_Tk // slots  # -1 for padding
     place_tRk = jnp.where(rank_tk[:, None] == jnp.arange(ranks)[:, None], place_tk[:, None], -1)
     weight_tRk = jnp.broadcast_to(_bits(routing.weight_Tk)[:, None], place_tRk.shape)
 
+    # Tokens for rank 0 first, then those for rank 1, and so on.
     rows, first_R, send, send_back = _ragged(send_RR, t, k) if backend == "mosaic" else _padded(ranks, t)
     row_tR = jnp.where(routing.place_TR >= 0, first_R + routing.place_TR, rows)
     pairs_tR = jnp.arange(t * ranks, dtype=jnp.int32).reshape(t, ranks)  # of token and rank
@@ -127,38 +129,46 @@ def _sparse(
     return jnp.where(routing.place_TR[..., None] >= 0, y_tRD.astype(jnp.float32), 0).sum(axis=1).astype(x_tD.dtype)
 
 
-Transport = tuple[int, jax.Array, Callable[[jax.Array, int], jax.Array], Callable[[jax.Array], jax.Array]]
-"""Rows to send from, the first one for each rank, how to send them (and what stands where nothing arrives), and how to
-send as many rows back to where they came from."""
+class Transport(NamedTuple):
+    """How rows travel between ranks."""
+
+    rows: int
+    """Of the buffer to send from."""
+    first_R: jax.Array
+    """Its first row for each rank."""
+    send: Callable[[jax.Array, int], jax.Array]
+    """Such a buffer, and what stands where nothing arrives -> what the other ranks sent here."""
+    send_back: Callable[[jax.Array], jax.Array]
+    """A buffer like the one that arrived -> the rows for this rank, where they were sent from."""
 
 
 def _ragged(send_RR: jax.Array, t: int, k: int) -> Transport:
     """Only rows in use travel; ``send_RR`` says how many, from rank (first axis) to rank."""
     ranks, rank = send_RR.shape[0], jax.lax.axis_index(RANKS)
-    first_RR = jnp.cumsum(send_RR, axis=1) - send_RR  # among the rows of the sender
-    arrive_RR = jnp.cumsum(send_RR, axis=0) - send_RR  # among those of the receiver
+    first_RR = jnp.cumsum(send_RR, axis=1) - send_RR  # among the sender's rows
+    arrive_RR = jnp.cumsum(send_RR, axis=0) - send_RR  # among the receiver's
     rows = t * min(k, ranks)
 
-    def send(rows_: jax.Array, fill: int) -> jax.Array:
-        to = jnp.full((ranks * t, *rows_.shape[1:]), fill, rows_.dtype)
-        sizes = first_RR[rank], send_RR[rank], arrive_RR[rank], send_RR[:, rank]
-        return jax.lax.ragged_all_to_all(rows_, to, *sizes, axis_name=RANKS)
+    def send(buffer: jax.Array, fill: int) -> jax.Array:
+        received = jnp.full((ranks * t, *buffer.shape[1:]), fill, buffer.dtype)
+        where = first_RR[rank], send_RR[rank], arrive_RR[rank], send_RR[:, rank]
+        return jax.lax.ragged_all_to_all(buffer, received, *where, axis_name=RANKS)
 
-    def send_back(rows_: jax.Array) -> jax.Array:
-        to = jnp.zeros((rows, *rows_.shape[1:]), rows_.dtype)
-        sizes = arrive_RR[:, rank], send_RR[:, rank], first_RR[:, rank], send_RR[rank]
-        return jax.lax.ragged_all_to_all(rows_, to, *sizes, axis_name=RANKS)
+    def send_back(buffer: jax.Array) -> jax.Array:
+        received = jnp.zeros((rows, *buffer.shape[1:]), buffer.dtype)
+        where = arrive_RR[:, rank], send_RR[:, rank], first_RR[:, rank], send_RR[rank]
+        return jax.lax.ragged_all_to_all(buffer, received, *where, axis_name=RANKS)
 
-    return rows, first_RR[rank], send, send_back
+    return Transport(rows, first_RR[rank], send, send_back)
 
 
 def _padded(ranks: int, t: int) -> Transport:
-    """Every rank has room for all t tokens of every other."""
+    """Every rank has room for all t tokens of every other; all rows travel."""
 
-    def send_back(rows_: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(rows_, RANKS, 0, 0, tiled=True)
+    def exchange(buffer: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(buffer, RANKS, 0, 0, tiled=True)
 
-    return ranks * t, jnp.arange(ranks) * t, lambda rows_, fill: send_back(rows_), send_back
+    return Transport(ranks * t, jnp.arange(ranks) * t, lambda buffer, fill: exchange(buffer), exchange)
 
 
 def _bits(weight: jax.Array) -> jax.Array:

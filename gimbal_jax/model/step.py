@@ -45,9 +45,9 @@ def abstract_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: 
     dp, tp = mesh.shape["dp"], mesh.shape["tp"]
     pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads_in_cache(config, tp), config.head_dim)
     on_mesh = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
-    pages = jax.ShapeDtypeStruct(pages_shape, dtype, sharding=on_mesh)
+    pages: Any = jax.ShapeDtypeStruct(pages_shape, dtype, sharding=on_mesh)
     counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
-    counts = jax.ShapeDtypeStruct(counts_shape, jnp.int32, sharding=NamedSharding(mesh, P("dp", "tp")))
+    counts: Any = jax.ShapeDtypeStruct(counts_shape, jnp.int32, sharding=NamedSharding(mesh, P("dp", "tp")))
     return DeviceState([(pages, pages)] * config.num_layers, counts)
 
 

@@ -100,11 +100,11 @@ def chunk_rows(tokens: int, k: int, slots: int, ranks: int) -> int:
 def temporary_bytes(tokens: int, k: int, slots: int, hidden: int, intermediate: int, ranks: int) -> int:
     """Most bytes that the Mosaic form takes besides its operands and result, in bfloat16.
 
-    Per row of a chunk: the token (D), its gate and up (2 * F), or these and what enters down (F). Per token: the sum in
-    float32. Per pair, at its worst: a few int32. The kernels' own tables: 1 MiB.
+    Per row of a chunk: its gate and up, and the token that they come from or what they give. Per token: the sum in
+    float32. Per pair: two int32. And 1 MiB for the kernels' tables.
     """
-    row = 2 * (hidden + 3 * intermediate)
-    return chunk_rows(tokens, k, slots, ranks) * row + tokens * 4 * hidden + 16 * tokens * k + 2**20
+    row = 2 * (2 * intermediate + max(hidden, intermediate))
+    return chunk_rows(tokens, k, slots, ranks) * row + tokens * 4 * hidden + tokens * k * 8 + 2**20
 
 
 def _by_chunks(
@@ -131,23 +131,21 @@ def _by_chunks(
         size_here_P = jnp.clip(end_P - first, 0, rows) - jnp.clip(end_P - size_P - first, 0, rows)
         x_CD = x_ND[jax.lax.dynamic_slice_in_dim(token_of_row, first, rows)]
         y_CD = product(swiglu(product(x_CD, gate_up_PDF, size_here_P)), down_PFD, size_here_P)
-        row_Nk = place_Nk - first
-        # Choice by choice: as one gather of [N, k, D] the rows would be written out once more.
-        return sum(
-            jnp.where(
-                ((row_Nk[:, j] >= 0) & (row_Nk[:, j] < rows))[:, None],
-                y_CD[jnp.clip(row_Nk[:, j], 0, rows - 1)] * weight_Nk[:, j, None],
-                0.0,
-            )
-            for j in range(k)
-        )
+        y_ND = jnp.zeros(x_ND.shape, jnp.float32)
+        # Choice by choice, so that no [N, k, D] is ever written.
+        for row_N, weight_N in zip((place_Nk - first).T, weight_Nk.T, strict=True):
+            here_N = (row_N >= 0) & (row_N < rows)
+            y_ND += jnp.where(here_N[:, None], y_CD[jnp.where(here_N, row_N, 0)] * weight_N[:, None], 0.0)
+        return y_ND
 
     if chunks == 1:
         return one_chunk(0).astype(x_ND.dtype)
-    y_ND = jax.lax.fori_loop(
-        0, -(-end_P[-1] // rows), lambda i, y_ND: y_ND + one_chunk(i * rows), jnp.zeros(x_ND.shape, jnp.float32)
-    )
-    return y_ND.astype(x_ND.dtype)
+
+    def add_chunk(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+        return y_ND + one_chunk(i * rows)
+
+    chunks_in_use = -(-end_P[-1] // rows)
+    return jax.lax.fori_loop(0, chunks_in_use, add_chunk, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)
 
 
 def _product_by_tokamax(rows_CK: jax.Array, weights_PKF: jax.Array, size_P: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 A group is a run of consecutive tokens of one sequence: one token when decoding,
 a tile of a prompt when prefilling. The context is read block by block with a
 running softmax, so no dense copy of it is ever made.
+``paged_attention_reference`` is the specification; ``paged_attention_mosaic`` is the kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gimbal_jax.pallas_kernels.backend import Backend
+from gimbal_jax.pallas_kernels.paged_attention_mosaic import attend_pages
 
 BLOCK = 128
 """Context tokens per loop step, at least one page."""
@@ -41,11 +44,35 @@ def paged_attention(
       start_G: int32 position of the group's first token.
       count_G: int32 tokens in the group, at most Q; the rest of its rows is padding.
       window: each token sees only the last ``window`` positions, itself included.
-      backend: which form runs.
+      backend: which form to run.
 
     Returns:
       [G, Q, H, D] in the type of q; padding rows are 0.
+
+    Raises:
+      ValueError: the kernel does not take such arrays; ``mosaic_limits`` says which it takes.
     """
+    args = q_GQHD, k_pages, v_pages, page_table_GM, start_G, count_G
+    match backend:
+        case "xla":
+            return paged_attention_reference(*args, window=window)
+        case "mosaic":
+            return attend_pages(*args, window=window, interpret=None)
+        case "interpret":
+            return attend_pages(*args, window=window, interpret=plgpu.InterpretGPUParams())
+
+
+def paged_attention_reference(
+    q_GQHD: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table_GM: jax.Array,
+    start_G: jax.Array,
+    count_G: jax.Array,
+    *,
+    window: int | None = None,
+) -> jax.Array:
+    """``paged_attention`` in plain XLA."""
     (groups, queries, heads, dim), (_, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     pages_per_block = max(1, BLOCK // page_size)
     block = pages_per_block * page_size

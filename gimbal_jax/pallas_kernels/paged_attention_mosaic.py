@@ -1,7 +1,7 @@
 """``paged_attention`` as one kernel for NVIDIA Hopper (Mosaic GPU), for decoding and for prefill tiles.
 
 The queries of a group that share a KV head are the rows of one matrix product, 64 for each warpgroup: query after
-query, each with all its heads. Rows that are left over hold garbage, which never meets another row, and are not written.
+query, each with all its heads. Rows left over hold garbage, which never meets another row, and are not written.
 A block of the grid walks its context in steps of 64 tokens with a running softmax in base 2. The TMA unit loads the
 pages ahead of use, at indices read from the page table; the first warpgroup asks for them.
 
@@ -39,6 +39,7 @@ ROW = MATRIX.reduce(1)
 
 Ref = Any
 """Pallas has no public type for a reference."""
+Int = int | jax.Array
 
 
 def mosaic_limits(dtype: Any, head_dim: int, page_size: int, heads_per_kv_head: int) -> list[str]:
@@ -114,11 +115,8 @@ def attend_pages(
     out_dtype, columns = (jnp.float32, dim // 2) if splits > 1 else (q_GQHD.dtype, dim)
     out_type = [jax.ShapeDtypeStruct((splits, groups, queries, kv_heads, share, dim), out_dtype)]
     if splits > 1:
-        out_type.append(
-            jax.ShapeDtypeStruct((splits, groups, kv_heads, c.blocks, c.warpgroups, ROWS), jnp.float32)
-        )
-    tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    pages = plgpu.SMEM((STAGES, STEP, dim), k_pages.dtype, transforms=tiles)
+        out_type.append(jax.ShapeDtypeStruct((splits, groups, kv_heads, c.blocks, c.warpgroups, ROWS), jnp.float32))
+    pages = plgpu.SMEM((STAGES, STEP, dim), k_pages.dtype)
     loaded = plgpu.Barrier(num_arrivals=max(1, STEP // page_size), num_barriers=STAGES)
     out_SGQKhD, *log_sum = plgpu.kernel(
         functools.partial(_attend_block, c=c, splits=splits, window=window, interpret=interpret is not None),
@@ -127,6 +125,7 @@ def attend_pages(
         grid_names=("group", "kv_head", "block", "split"),
         num_threads=c.warpgroups,
         thread_name="warpgroup",
+        kernel_name="paged_attention",
         scratch_types=dict(
             q_or_out=plgpu.RefUnion(
                 plgpu.SMEM((c.warpgroups, ROWS, dim), q_GQHD.dtype),
@@ -135,6 +134,7 @@ def attend_pages(
             k_smem=pages,
             v_smem=pages,
             q_loaded=plgpu.Barrier(num_arrivals=c.queries, num_barriers=c.warpgroups),
+            q_taken=plgpu.Barrier(num_arrivals=c.warpgroups),
             k_loaded=loaded,
             v_loaded=loaded,
             used=plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=STAGES),
@@ -166,6 +166,20 @@ def merge(out_SXD: jax.Array, log_sum_SX: jax.Array) -> jax.Array:
     return (weight_SX[..., None] * out_SXD).sum(axis=0) / jnp.where(total_X > 0, total_X, 1)[..., None]
 
 
+def seen_by(start: Int, count: Int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """The context [begin, end) that at least one of ``count`` tokens from ``start`` on sees."""
+    begin = jnp.int32(0) if window is None else jnp.maximum(start - window + 1, 0)
+    return begin, jnp.where(count > 0, start + count, 0)
+
+
+def steps_of(begin: Int, end: Int, split: Int, splits: int) -> tuple[jax.Array, jax.Array]:
+    """The first step of a split's equal share of the context [begin, end), and how many it takes; none if end is 0."""
+    first = lax.div(begin, STEP)
+    steps = jnp.maximum(pl.cdiv(end, STEP) - first, 0)
+    share = pl.cdiv(steps, splits)
+    return first + split * share, jnp.clip(steps - split * share, 0, share)
+
+
 def _attend_block(
     q_ref: Ref,
     k_ref: Ref,
@@ -179,6 +193,7 @@ def _attend_block(
     k_smem: Ref,
     v_smem: Ref,
     q_loaded: Ref,
+    q_taken: Ref,
     k_loaded: Ref,
     v_loaded: Ref,
     used: Ref,
@@ -188,21 +203,17 @@ def _attend_block(
     window: int | None,
     interpret: bool,
 ) -> None:
+    """The queries of one block over one split of their context."""
     group, kv_head, block, split = (lax.axis_index(name) for name in ("group", "kv_head", "block", "split"))
     warpgroup = lax.axis_index("warpgroup")
     q_smem, out_smem = (ref.at[warpgroup] for ref in q_or_out)
     page_size, (_, _, _, share, dim) = k_ref.shape[1], q_ref.shape
 
-    # This block's queries, and the context [begin, end) that at least one of them sees.
     first = block * c.warpgroups * c.queries
     start = start_ref[group] + first
     count = jnp.clip(count_ref[group] - first, 0, c.warpgroups * c.queries)
-    end = start + count
-    begin = 0 if window is None else jnp.maximum(start - window + 1, 0)
-    first_step = lax.div(begin, STEP)
-    steps = jnp.where(count > 0, pl.cdiv(end, STEP) - first_step, 0)
-    per_split = pl.cdiv(steps, splits)
-    first_step, steps = first_step + split * per_split, jnp.clip(steps - split * per_split, 0, per_split)
+    begin, end = seen_by(start, count, window)
+    first_step, steps = steps_of(begin, end, split, splits)
 
     def load(i: jax.Array) -> None:
         slot, piece = lax.rem(i, STAGES), min(page_size, STEP)
@@ -215,7 +226,7 @@ def _attend_block(
             plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[place], v_loaded.at[slot])
 
     for i in range(STAGES):
-        pl.when((warpgroup == 0) & (i < steps))(functools.partial(load, i))
+        pl.when((warpgroup == 0) & (i < steps))(functools.partial(load, jnp.int32(i)))
 
     first_query = warpgroup * c.queries
     rows = [(first + first_query + i, pl.ds(i * share, share)) for i in range(c.queries)]
@@ -223,6 +234,7 @@ def _attend_block(
         plgpu.copy_gmem_to_smem(q_ref.at[group, query, kv_head], q_smem.at[place], q_loaded.at[warpgroup])
     plgpu.barrier_wait(q_loaded.at[warpgroup])
     q = plgpu.load(q_smem, layout=MATRIX, optimized=False)
+    plgpu.barrier_arrive(q_taken)
 
     query = first_query + lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW), share)
     position = jnp.where(query < count, start + query, -1)  # padding sees nothing
@@ -281,13 +293,12 @@ def _attend_block(
     )
     out = out / lax.broadcast_in_dim(jnp.where(total > 0, total, 1), out.shape, [0])
     columns = out_smem.shape[1]
+    plgpu.barrier_wait(q_taken)
     for at in range(0, dim, columns):
         out_smem[...] = out[:, at : at + columns].astype(out_smem.dtype)
         plgpu.commit_smem()
         for query, place in rows:
-            plgpu.copy_smem_to_gmem(
-                out_smem.at[place], out_ref.at[split, group, query, kv_head, :, pl.ds(at, columns)]
-            )
+            plgpu.copy_smem_to_gmem(out_smem.at[place], out_ref.at[split, group, query, kv_head, :, pl.ds(at, columns)])
         plgpu.wait_smem_to_gmem(0)
     for ref in log_sum_ref:
         ref[split, group, kv_head, block, warpgroup] = top + jnp.log2(total)
@@ -297,12 +308,13 @@ def _product(a: jax.Array, b_ref: Ref, *, interpret: bool, onto: jax.Array | Non
     """float32 ``a @ b``, added to ``onto``."""
     if interpret:  # The interpreter has no product of registers with shared memory.
         product = jnp.dot(a.astype(jnp.float32), b_ref[...].astype(jnp.float32))
+        plgpu.commit_smem()  # Unlike the reads of wgmma, these are not in order with the TMA unit's writes.
         return product if onto is None else onto + product
     if onto is not None:
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b_ref))(plgpu.ACC.init(onto))
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b_ref))(plgpu.WGMMAAccumulatorRef.init(onto))
 
     def fresh(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b_ref)
         return acc[...]
 
-    return pl.run_scoped(fresh, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
+    return pl.run_scoped(fresh, plgpu.WGMMAAccumulatorRef((a.shape[0], b_ref.shape[1]), jnp.float32))

@@ -13,8 +13,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gimbal_jax.pallas_kernels.backend import Backend
+from gimbal_jax.pallas_kernels.route_and_count_mosaic import (
+    BLOCK,
+    MAX_EXPERTS,
+    MAX_RANKS,
+    RoutedBlocks,
+    route_blocks,
+)
 
 
 class Routing(NamedTuple):
@@ -58,9 +66,38 @@ def route_and_count(
       k: experts per token.
       renormalise: make each token's weights sum to 1.
       ranks: R; slots 0 to E / R - 1 are on rank 0, and so on.
-      backend: which form to run.
+      backend: which form to run. The kernel takes up to 512 experts and 64 ranks; ValueError for more.
     """
-    return route_and_count_reference(logits_TE, valid_T, slot_of_expert_E, k=k, renormalise=renormalise, ranks=ranks)
+    experts = logits_TE.shape[-1]
+    if not 1 <= k <= experts:
+        raise ValueError(f"k: {k} is not in 1 to {experts}, the experts")
+    if ranks < 1 or experts % ranks:
+        raise ValueError(f"ranks: {ranks} does not divide {experts} experts")
+    if backend == "xla":
+        return route_and_count_reference(
+            logits_TE, valid_T, slot_of_expert_E, k=k, renormalise=renormalise, ranks=ranks
+        )
+    if experts > MAX_EXPERTS or ranks > MAX_RANKS:
+        raise ValueError(
+            f"backend {backend}: {experts} experts on {ranks} ranks, not up to {MAX_EXPERTS} on {MAX_RANKS}"
+        )
+    interpret = plgpu.InterpretGPUParams(detect_races=True) if backend == "interpret" else None
+    blocks = route_blocks(
+        logits_TE, valid_T, slot_of_expert_E, k=k, renormalise=renormalise, ranks=ranks, interpret=interpret
+    )
+    return _join(blocks, valid_T)
+
+
+def _join(blocks: RoutedBlocks, valid_T: jax.Array) -> Routing:
+    """Adds what earlier blocks sent to the positions and places in later ones."""
+    position_Tk, place_TR = blocks.position_Tk, blocks.place_TR
+    if len(blocks.count_BE) > 1:
+        block_T = jnp.arange(len(valid_T)) // BLOCK
+        position_Tk += _earlier(blocks.count_BE)[block_T[:, None], blocks.expert_Tk]
+        position_Tk = jnp.where(valid_T[:, None], position_Tk, 0)
+        place_TR = jnp.where(place_TR >= 0, place_TR + _earlier(blocks.send_BR)[block_T], -1)
+    count_E, send_R = blocks.count_BE.sum(axis=0), blocks.send_BR.sum(axis=0)
+    return Routing(blocks.slot_Tk, blocks.weight_Tk, count_E, position_Tk, send_R, place_TR)
 
 
 def route_and_count_reference(
@@ -91,7 +128,7 @@ def route_and_count_reference(
     return Routing(slot_Tk, weight_Tk, count_E, position_Tk, sent_TR.sum(axis=0, dtype=jnp.int32), place_TR)
 
 
-def _earlier(marked_TX: jax.Array) -> jax.Array:
-    """int32 number of marked rows above each row, by column."""
-    marked_TX = marked_TX.astype(jnp.int32)
-    return jnp.cumsum(marked_TX, axis=0) - marked_TX
+def _earlier(count_TX: jax.Array) -> jax.Array:
+    """int32 sum of the rows above each row, by column."""
+    count_TX = count_TX.astype(jnp.int32)
+    return jnp.cumsum(count_TX, axis=0) - count_TX

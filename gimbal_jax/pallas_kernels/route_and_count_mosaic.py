@@ -1,14 +1,17 @@
 """``route_and_count`` as one kernel for NVIDIA Hopper (Mosaic GPU).
 
-A block routes 64 tokens. Their logits come to shared memory once; all later passes read them there, a chunk of
-columns at a time, so that nothing depends on how many experts there are. A choice is the largest logit after the
-choice before, in the order (logit falling, expert rising); so nothing has to be marked as taken, and a row of equal
-logits, minus infinity too, needs no special case. After the last choice one comparison tells which columns were chosen.
-The product of a strictly lower triangular matrix with these marks counts the earlier tokens of the block in every
-column, exactly: they are at most 63. What earlier blocks sent is added outside, from one row of counts per block.
+A block routes 64 tokens. Their logits come to shared memory once; all passes read them there, a chunk of columns at a
+time, so that registers suffice for any number of experts. A choice is the first logit after the choice before, in the
+order (logit falling, expert rising): nothing has to be marked as taken, and a row of equal logits, minus infinity
+too, is no special case. After the last choice one comparison tells which columns were chosen. The product of a
+strictly lower triangular matrix with these marks counts the earlier tokens of the block in every column; counts to 63
+are exact. What earlier blocks sent is left to the caller, who gets one row of counts per block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +20,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BLOCK = 64
-"""Tokens of a block: the rows of one warpgroup's matrix product."""
+"""Tokens of a block: the rows of one matrix product."""
 CHUNK = 128
-"""Columns that stand in registers at a time."""
+"""Most columns in registers at a time."""
 TILE = 32
-"""Columns of a tile in shared memory; experts are padded to whole tiles."""
+"""Columns of a tile in shared memory. Experts are padded to whole tiles."""
 MAX_EXPERTS = 512
 """More would not fit into shared memory."""
-MAX_RANKS = CHUNK
+MAX_RANKS = 64
+"""Their marks stay in registers from choice to choice."""
+SLOT_BITS = 16
+"""A choice is one number, expert << SLOT_BITS | slot, so that one minimum finds the lower expert and its slot."""
+NO_CHOICE = jnp.iinfo(jnp.int32).max
 
 MATRIX = plgpu.Layout.WGMMA
 ROW = MATRIX.reduce(1)
+"""One number per token."""
 COLUMN = MATRIX.reduce(0)
+Ref = Any
+Columns = Any
+"""Consecutive columns of the block, a ``pl.ds`` of known size."""
 
-SLOT_BITS = 16
-"""A choice is one number, expert << SLOT_BITS | slot: the smaller is the lower expert."""
-NO_CHOICE = jnp.iinfo(jnp.int32).max
+
+class RoutedBlocks(NamedTuple):
+    """``Routing`` as one block of tokens sees it that knows no other; T tokens in B blocks."""
+
+    slot_Tk: jax.Array
+    weight_Tk: jax.Array
+    expert_Tk: jax.Array
+    """int32 expert of each choice; 0 for padding."""
+    position_Tk: jax.Array
+    """int32 earlier tokens of the block that chose the same expert; 0 for padding."""
+    place_TR: jax.Array
+    """int32 earlier tokens of the block with a slot on that rank; -1 where this token has none."""
+    count_BE: jax.Array
+    """int32 tokens of the block that chose each expert."""
+    send_BR: jax.Array
+    """int32 tokens of the block with a slot on each rank."""
 
 
 def route_blocks(
@@ -43,166 +67,211 @@ def route_blocks(
     k: int,
     renormalise: bool,
     ranks: int,
-    interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, ...]:
-    """The kernel: ``Routing`` by blocks of tokens, of which the last may be partly empty.
-
-    Args: those of ``route_and_count``, and
-      interpret: how to interpret the kernel on the CPU; None compiles it.
-
-    Returns:
-      slot, weight: [T, k], as in ``Routing``.
-      choice: int32 [T, k] earlier tokens of the block with the same slot, times MAX_EXPERTS, plus the expert.
-      place: int32 [T, R] earlier tokens of the block with a slot on that rank; -1 where this token has none.
-      marks: int32 [blocks, E + R] tokens of the block by expert, then by rank.
-    """
+    interpret: Any = None,
+) -> RoutedBlocks:
+    """The kernel. Arguments are those of ``route_and_count``; ``interpret`` is that of ``plgpu.kernel``."""
     tokens, experts = logits_TE.shape
-    blocks = pl.cdiv(tokens, BLOCK)
-    rows, columns = _up(tokens, 8) if tokens > 8 else tokens, _up(experts, TILE)
-    logits_TE = jnp.pad(logits_TE.astype(jnp.float32), ((0, rows - tokens), (0, columns - experts)))
+    blocks, columns, rank_columns = _up(tokens, BLOCK) // BLOCK, _up(experts, TILE), _up(ranks, TILE)
+    width = max(width for width in range(TILE, CHUNK + 1, TILE) if columns % width == 0)
+    on_ranks = pl.ds(columns, rank_columns)
+    # The copy to shared memory fills a block's missing rows itself, but wants whole tiles of eight.
+    rows = tokens if tokens < 8 else _up(tokens, 8)
+    # Minus infinity in the last columns: never chosen, as there are k experts before them.
+    logits_TE = jnp.pad(
+        logits_TE.astype(jnp.float32), ((0, rows - tokens), (0, columns - experts)), constant_values=-jnp.inf
+    )
     valid_T = jnp.pad(valid_T.astype(jnp.int32), (0, blocks * BLOCK - tokens))
     slot_E = jnp.pad(slot_of_expert_E.astype(jnp.int32), (0, columns - experts))
-    rank_columns = _up(ranks, TILE)
-    chunks = [slice(start, min(start + CHUNK, columns)) for start in range(0, columns, CHUNK)]
-    of_ranks = slice(columns, columns + rank_columns)
 
-    def kernel(logits, valid, slots, slot_out, weight_out, choice_out, place_out, marks_out, *scratch):  # type: ignore[no-untyped-def]
-        x_s, marks_s, below_s, choice_s, weight_s, loaded = scratch
+    def for_chunks(body: Callable[[Columns, Any], Any], carry: Any) -> Any:
+        return lax.fori_loop(0, columns // width, lambda i, carry: body(pl.ds(i * width, width), carry), carry)
+
+    def route_and_count(
+        logits_TE: Ref, valid_T: Ref, slot_E: Ref,
+        slot_Tk: Ref, weight_Tk: Ref, choice_Tk: Ref, place_TR: Ref, count_BE: Ref, send_BR: Ref,
+        x_s: Ref, marks_s: Ref, below_s: Ref, choice_s: Ref, weight_s: Ref, copied: Ref,
+    ) -> None:  # fmt: skip
         block = lax.axis_index("block")
         here = pl.ds(block * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(logits.at[here], x_s, loaded)
+        plgpu.copy_gmem_to_smem(logits_TE.at[here], x_s, copied)
+        valid = plgpu.load(valid_T.at[here], layout=ROW, optimized=False) > 0
+        square = pl.ds(0, BLOCK)
+        below_s[...] = jnp.where(_iota(square, 1) < _iota(square, 0), 1.0, 0.0).astype(jnp.bfloat16)
 
-        def spread(row: jax.Array, like: slice) -> jax.Array:
-            return lax.broadcast_in_dim(row, (BLOCK, like.stop - like.start), (0,))
+        plgpu.barrier_wait(copied)
 
-        def iota(of: slice, axis: int) -> jax.Array:
-            shape = (BLOCK, of.stop - of.start)
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX) + (of.start if axis else 0)
-
-        def logits_of(chunk: slice) -> jax.Array:
-            return plgpu.load(x_s.at[:, chunk], layout=MATRIX)
-
-        def choices_of(chunk: slice) -> jax.Array:
-            slot = plgpu.load(slots.at[chunk], layout=COLUMN, optimized=False)
-            expert = iota(chunk, 1)
-            return (expert << SLOT_BITS) | lax.broadcast_in_dim(slot, expert.shape, (1,))
-
-        own = slice(0, BLOCK)
-        below_s[...] = jnp.where(iota(own, 1) < iota(own, 0), 1.0, 0.0).astype(jnp.bfloat16)
-        is_valid = plgpu.load(valid.at[here], layout=ROW, optimized=False) > 0
-
-        plgpu.barrier_wait(loaded)
-        top = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf, jnp.float32), ROW)
-        for chunk in chunks:
-            x = logits_of(chunk)
-            bad = x != x
-            if chunk.stop > experts:
-                bad |= iota(chunk, 1) >= experts
-            x = jnp.where(bad, -jnp.inf, x)
+        def clean(chunk: Columns, top: jax.Array) -> jax.Array:
+            x = _load(x_s, chunk)
+            x = jnp.where(x == x, x, -jnp.inf)
             x_s[:, chunk] = x
-            top = jnp.maximum(top, jnp.max(x, axis=1))
+            return jnp.maximum(top, jnp.max(x, axis=1))
+
+        top = for_chunks(clean, _row(-jnp.inf, jnp.float32))
         shift = jnp.where(jnp.abs(top) < jnp.inf, top, 0.0)
 
-        def choose(j, carry):  # type: ignore[no-untyped-def]
-            last, last_choice, on_rank, total = carry
-            best = jnp.full_like(last, -jnp.inf)
-            choice = jnp.full_like(last_choice, NO_CHOICE)
-            for chunk in chunks:
-                x, choices = logits_of(chunk), choices_of(chunk)
-                left = (x < spread(last, chunk)) | ((x == spread(last, chunk)) & (choices > spread(last_choice, chunk)))
-                if chunk.stop > experts:
-                    left &= iota(chunk, 1) < experts
-                top_here = jnp.max(jnp.where(left, x, -jnp.inf), axis=1)
-                first = left & (x == spread(top_here, chunk))
-                choice_here = jnp.min(jnp.where(first, choices, NO_CHOICE), axis=1)
-                better = (top_here > best) | (choice == NO_CHOICE)
-                best, choice = jnp.where(better, top_here, best), jnp.where(better, choice_here, choice)
-            slot = choice & ((1 << SLOT_BITS) - 1)
-            plgpu.store(slot_out.at[here, j], jnp.where(is_valid, slot, -1), optimized=False)
-            weight = jnp.exp(best - shift)
-            choice_s[j], weight_s[j] = choice, weight
-            rank = lax.div(slot, jnp.int32(experts // ranks))
-            on_rank = jnp.where(iota(of_ranks, 1) - columns == spread(rank, of_ranks), 1.0, on_rank)
-            return best, choice, on_rank, total + weight
+        def add(chunk: Columns, total: jax.Array) -> jax.Array:
+            return total + jnp.sum(jnp.exp(_load(x_s, chunk) - _spread(shift, chunk)), axis=1)
 
-        zero = jnp.zeros_like(top)
-        start = (
-            jnp.full_like(top, jnp.inf),
-            plgpu.layout_cast(jnp.full((BLOCK,), -1, jnp.int32), ROW),
-            plgpu.layout_cast(jnp.zeros((BLOCK, rank_columns), jnp.float32), MATRIX),
-            zero,
-        )
-        last, last_choice, on_rank, total = lax.fori_loop(0, k, choose, start)
+        total = _row(0.0, jnp.float32)
         if not renormalise:
-            total = zero
-            for chunk in chunks:
-                total += jnp.sum(jnp.exp(logits_of(chunk) - spread(shift, chunk)), axis=1)
+            total = for_chunks(add, total)
 
-        def mark(of: slice, marked: jax.Array) -> None:
-            marked = jnp.where(spread(is_valid, of), marked, 0.0)
-            marks_s[:, of] = marked.astype(jnp.bfloat16)
-            count = jnp.sum(marked, axis=0).astype(jnp.int32)
-            plgpu.store(marks_out.at[block, of], count, optimized=False)
+        def choose(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            logit, choice, sent, total = carry
 
-        for chunk in chunks:
-            x = logits_of(chunk)
-            tie = (x == spread(last, chunk)) & (choices_of(chunk) <= spread(last_choice, chunk))
-            mark(chunk, jnp.where((x > spread(last, chunk)) | tie, 1.0, 0.0))
-        mark(of_ranks, on_rank)
+            def next_choice(chunk: Columns, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                return _better(best, _first_after(logit, choice, _load(x_s, chunk), _choices(slot_E, chunk), chunk))
+
+            nothing = (_row(-jnp.inf, jnp.float32), _row(NO_CHOICE, jnp.int32))
+            logit, choice = for_chunks(next_choice, nothing)
+            slot = choice & ((1 << SLOT_BITS) - 1)
+            weight = jnp.exp(logit - shift)
+            _store(slot_Tk.at[here, j], jnp.where(valid, slot, -1))
+            choice_s[j], weight_s[j] = choice, weight
+            rank = lax.div(slot, jnp.int32(experts // ranks)) + columns
+            sent = jnp.where(_iota(on_ranks, 1) == _spread(rank, on_ranks), 1.0, sent)
+            return logit, choice, sent, total + weight if renormalise else total
+
+        nothing_sent = plgpu.layout_cast(jnp.zeros((BLOCK, rank_columns), jnp.float32), MATRIX)
+        before_all = (_row(jnp.inf, jnp.float32), _row(-1, jnp.int32), nothing_sent, total)
+        last_logit, last_choice, sent, total = lax.fori_loop(0, k, choose, before_all)
+
+        def mark(of: Columns, marks: jax.Array, counts: Ref) -> None:
+            marks = jnp.where(_spread(valid, of), marks, 0.0)
+            marks_s[:, of] = marks.astype(jnp.bfloat16)
+            _store(counts, jnp.sum(marks, axis=0).astype(jnp.int32))
+
+        def mark_chosen(chunk: Columns, _: None) -> None:
+            x, logit = _load(x_s, chunk), _spread(last_logit, chunk)
+            tied = (x == logit) & (_choices(slot_E, chunk) <= _spread(last_choice, chunk))
+            mark(chunk, jnp.where((x > logit) | tied, 1.0, 0.0), count_BE.at[block, chunk])
+
+        for_chunks(mark_chosen, None)
+        mark(on_ranks, sent, send_BR.at[block])
         plgpu.commit_smem()
 
-        def earlier(of: slice) -> jax.Array:
-            def product(sums):  # type: ignore[no-untyped-def]
-                plgpu.wgmma(sums, below_s, marks_s.at[:, of])
-                return sums[...]
+        sent = jnp.where(_spread(valid, on_ranks), sent, 0.0)
+        place = jnp.where(sent > 0, _earlier(below_s, marks_s, on_ranks), -1.0)
+        _store(place_TR.at[here], place.astype(jnp.int32))
 
-            return pl.run_scoped(product, plgpu.ACC((BLOCK, of.stop - of.start), jnp.float32))
+        def count_earlier(chunk: Columns, _: None) -> None:
+            x_s[:, chunk] = _earlier(below_s, marks_s, chunk)  # the logits have served
 
-        for chunk in chunks:
-            x_s[:, chunk] = earlier(chunk)
-        sent = spread(is_valid, of_ranks) & (on_rank > 0)
-        place = jnp.where(sent, earlier(of_ranks), -1.0).astype(jnp.int32)
-        plgpu.store(place_out.at[here], place, optimized=False)
+        for_chunks(count_earlier, None)
 
-        def place_choice(j, _):  # type: ignore[no-untyped-def]
+        def place_choice(j: jax.Array, _: None) -> None:
             choice = plgpu.load(choice_s.at[j], layout=ROW)
-            position = zero
-            for chunk in chunks:
-                here_ = choices_of(chunk) == spread(choice, chunk)
-                position += jnp.sum(jnp.where(here_, logits_of(chunk), 0.0), axis=1)
+
+            def find(chunk: Columns, position: jax.Array) -> jax.Array:
+                chosen = _choices(slot_E, chunk) == _spread(choice, chunk)
+                return position + jnp.sum(jnp.where(chosen, _load(x_s, chunk), 0.0), axis=1)
+
+            position = for_chunks(find, _row(0.0, jnp.float32))
             packed = position.astype(jnp.int32) * MAX_EXPERTS + (choice >> SLOT_BITS)
-            plgpu.store(choice_out.at[here, j], jnp.where(is_valid, packed, 0), optimized=False)
+            _store(choice_Tk.at[here, j], jnp.where(valid, packed, 0))
             weight = plgpu.load(weight_s.at[j], layout=ROW) / jnp.where(total > 0, total, 1.0)
-            plgpu.store(weight_out.at[here, j], jnp.where(is_valid, weight, 0.0), optimized=False)
+            _store(weight_Tk.at[here, j], jnp.where(valid, weight, 0.0))
 
         lax.fori_loop(0, k, place_choice, None)
 
-    logits_tiles = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    marks_tiles = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(64))
-    padded = blocks * BLOCK
-    slot, weight, choice, place, marks = plgpu.kernel(
-        kernel,
+    by_choice = (blocks * BLOCK, k)
+    slot_Tk, weight_Tk, choice_Tk, place_TR, count_BE, send_BR = plgpu.kernel(
+        route_and_count,
         out_type=(
-            jax.ShapeDtypeStruct((padded, k), jnp.int32),
-            jax.ShapeDtypeStruct((padded, k), jnp.float32),
-            jax.ShapeDtypeStruct((padded, k), jnp.int32),
-            jax.ShapeDtypeStruct((padded, rank_columns), jnp.int32),
-            jax.ShapeDtypeStruct((blocks, columns + rank_columns), jnp.int32),
+            jax.ShapeDtypeStruct(by_choice, jnp.int32),
+            jax.ShapeDtypeStruct(by_choice, jnp.float32),
+            jax.ShapeDtypeStruct(by_choice, jnp.int32),
+            jax.ShapeDtypeStruct((blocks * BLOCK, rank_columns), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, columns), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, rank_columns), jnp.int32),
         ),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((BLOCK, columns), jnp.float32, transforms=logits_tiles),
-            plgpu.SMEM((BLOCK, columns + rank_columns), jnp.bfloat16, transforms=marks_tiles),
-            plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=marks_tiles),
+            plgpu.SMEM((BLOCK, columns), jnp.float32, transforms=_tiles(4)),
+            plgpu.SMEM((BLOCK, columns + rank_columns), jnp.bfloat16, transforms=_tiles(2)),
+            plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=_tiles(2)),
             plgpu.SMEM((k, BLOCK), jnp.int32),
             plgpu.SMEM((k, BLOCK), jnp.float32),
             plgpu.Barrier(),
         ],
         interpret=interpret,
     )(logits_TE, valid_T, slot_E)
-    return slot, weight, choice, place, marks
+    choice_Tk = choice_Tk[:tokens]
+    return RoutedBlocks(
+        slot_Tk[:tokens],
+        weight_Tk[:tokens],
+        expert_Tk=choice_Tk % MAX_EXPERTS,
+        position_Tk=choice_Tk // MAX_EXPERTS,
+        place_TR=place_TR[:tokens, :ranks],
+        count_BE=count_BE[:, :experts],
+        send_BR=send_BR[:, :ranks],
+    )
+
+
+def _first_after(
+    logit: jax.Array, choice: jax.Array, x: jax.Array, choices: jax.Array, of: Columns
+) -> tuple[jax.Array, ...]:
+    """Each row's first (logit, choice) in these columns after the given one; NO_CHOICE if there is none."""
+    left = (x < _spread(logit, of)) | ((x == _spread(logit, of)) & (choices > _spread(choice, of)))
+    top = jnp.max(jnp.where(left, x, -jnp.inf), axis=1)
+    return top, jnp.min(jnp.where(left & (x == _spread(top, of)), choices, NO_CHOICE), axis=1)
+
+
+def _better(earlier: tuple[jax.Array, ...], later: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The first in order of two (logit, choice), of which the earlier has the lower experts."""
+    take = (later[0] > earlier[0]) | (earlier[1] == NO_CHOICE)
+    return tuple(jnp.where(take, new, old) for new, old in zip(later, earlier, strict=True))
+
+
+def _choices(slot_E: Ref, of: Columns) -> jax.Array:
+    """Every column's choice, in all rows."""
+    expert = _iota(of, 1)
+    slot = plgpu.load(slot_E.at[of], layout=COLUMN, optimized=False)
+    return (expert << SLOT_BITS) | lax.broadcast_in_dim(slot, expert.shape, (1,))
+
+
+def _earlier(below_s: Ref, marks_s: Ref, of: Columns) -> jax.Array:
+    """float32 marks above each place, by column."""
+
+    def product(sums: Ref) -> jax.Array:
+        plgpu.wgmma(sums, below_s, marks_s.at[:, of])
+        return sums[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((BLOCK, of.size), jnp.float32))
+
+
+def _store(to: Ref, value: jax.Array) -> None:
+    """To device memory, in pieces of any size."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(to, value, optimized=False)
+    else:  # jax 0.11, where every assignment may be in pieces
+        to[...] = value
+
+
+def _load(matrix_s: Ref, of: Columns) -> jax.Array:
+    return plgpu.load(matrix_s.at[:, of], layout=MATRIX)
+
+
+def _iota(of: Columns, axis: int) -> jax.Array:
+    """Row numbers (axis 0) or column numbers (axis 1) of these columns of the block."""
+    numbers = plgpu.broadcasted_iota(jnp.int32, (BLOCK, of.size), axis, layout=MATRIX)
+    return numbers + of.start if axis else numbers
+
+
+def _row(value: float, dtype: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((BLOCK,), value, dtype), ROW)
+
+
+def _spread(row: jax.Array, of: Columns) -> jax.Array:
+    """The row's number in each of these columns."""
+    return lax.broadcast_in_dim(row, (BLOCK, of.size), (0,))
 
 
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _tiles(element_bytes: int) -> tuple[Any, ...]:
+    """How a matrix stands in shared memory: the layout of the copies and of the products' operands."""
+    return plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(element_bytes * TILE)  # type: ignore[abstract]

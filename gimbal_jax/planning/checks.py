@@ -13,9 +13,9 @@ from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, migration_bytes
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.pallas_kernels.grouped_matmul import chunk_rows
-from gimbal_jax.planning.compiled import Program
+from gimbal_jax.planning.compiled import Program, shallow
 from gimbal_jax.planning.gpus import Gpu
-from gimbal_jax.planning.hlo import Groups, HloArray, collectives, donated_parameters, instructions
+from gimbal_jax.planning.hlo import Groups, collectives, donated_parameters, instructions, mosaic_kernels, parameters
 from gimbal_jax.serving.batch import Bucket
 
 Census = Counter[tuple[str, str, int, Groups]]
@@ -45,29 +45,30 @@ def step_findings(
     more than the KV pool was sized for; ``collectives`` are those of the design and no others; ``experts stay``: no
     rank gets another's expert weights; ``in place``: KV pages and counters are updated where they are; ``sparse
     experts``: no product of tokens with experts that they did not choose; ``paged context``: no dense copy of the
-    decode rows' keys or values; ``grouped kernels``: both products of each MoE layer run on the Hopper kernel.
+    decode rows' keys or values; ``kernels``: routing, attention and both products of each MoE layer
+    run on the Hopper kernels, which use its tensor cores.
     """
+    compiled = shallow(model, program.layers)
     mesh, engine = config.mesh, config.engine
     tokens, _ = group_sizes(*bucket, engine.tile)
     slots = model.num_experts // mesh.ranks
     chunk = chunk_rows(tokens * mesh.dp, model.experts_per_token, slots, mesh.ranks)
     kv_heads = kv_heads_in_cache(model, mesh.tp) // mesh.tp
     context = bucket[0] * engine.max_model_len * kv_heads * model.head_dim
-    budget = device_bytes(model, config, bucket).step.total
+    budget = device_bytes(model, config, bucket, gpu.backend).step.total
 
     found = [
         *_over("memory", "peak", program.peak_bytes, int(gpu.memory_bytes * utilisation)),
         *_over("temporaries", "they take", program.temporary_bytes, budget),
-        *_census_findings(census(program), step_census(model, config, bucket)),
+        *_census_findings(census(program), step_census(compiled, config, bucket)),
         *_travelling_experts(program, model),
         *_in_place(program),
         *_larger("sparse experts", program, chunk * slots * model.moe_intermediate_size),
         *_larger("paged context", program, context),
     ]
-    products = program.hlo.count('custom_call_target="mosaic_gpu_v2"')
-    wanted = 2 * len(model.moe_layers)
-    if products < wanted:
-        found.append(Finding("grouped kernels", f"{products} Mosaic kernels, want at least {wanted}"))
+    kernels, wanted = mosaic_kernels(program.hlo), step_kernels(compiled, bucket)
+    if kernels != wanted:
+        found.append(Finding("kernels", f"{dict(kernels)}, want {dict(wanted)}"))
     return found
 
 
@@ -95,6 +96,13 @@ def mesh_groups(mesh: MeshConfig) -> dict[str, Groups]:
         return tuple(tuple(int(n) for n in row) for row in ids.reshape(-1, width))
 
     return {"all": rows(mesh.ranks), "tp": rows(mesh.tp)}
+
+
+def step_kernels(model: ModelConfig, bucket: Bucket) -> Counter[str]:
+    """The Mosaic kernels that the design has for a step, as ``hlo.mosaic_kernels`` names them."""
+    moe = len(model.moe_layers)
+    attention = model.num_layers * sum(number > 0 for number in bucket)
+    return Counter({"route_and_count+wgmma": moe, "paged_attention+wgmma": attention, "ragged_dot_sm90+wgmma": 2 * moe})
 
 
 def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Census:
@@ -166,23 +174,19 @@ def _travelling_experts(program: Program, model: ModelConfig) -> Iterator[Findin
 def _in_place(program: Program) -> Iterator[Finding]:
     if kept := program.donated - donated_parameters(program.hlo):
         yield Finding("in place", f"donated parameters {sorted(kept)} are not updated in place")
-    sizes = _parameters(program)
+    sizes = {(array.dtype, array.elements) for array in parameters(program.hlo)}
     for one in instructions(program.hlo):
-        if one.opcode.startswith("copy") and any((a.dtype, a.elements) in sizes and a.nbytes > 2**24 for a in one.results):
+        if one.opcode.startswith("copy") and any(
+            (a.dtype, a.elements) in sizes and a.nbytes > 2**24 for a in one.results
+        ):
             yield Finding("in place", f"{one.name} copies {one.results[0]}")
 
 
 def _larger(rule: str, program: Program, elements: int) -> Iterator[Finding]:
     """Results of at least this many elements that are not the update of a parameter."""
-    sizes = _parameters(program)
+    sizes = {(array.dtype, array.elements) for array in parameters(program.hlo)}
     for one in instructions(program.hlo):
         if one.opcode not in NOT_WRITTEN and not one.opcode.endswith("-done"):
             for array in one.results:
                 if array.elements >= elements and (array.dtype, array.elements) not in sizes:
                     yield Finding(rule, f"{one.name} writes {array}")
-
-
-def _parameters(program: Program) -> set[tuple[str, int]]:
-    """(dtype, elements) of the program's parameters."""
-    arrays: list[HloArray] = [a for one in instructions(program.hlo) if one.opcode == "parameter" for a in one.results]
-    return {(array.dtype, array.elements) for array in arrays}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
@@ -22,6 +25,8 @@ from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.planning.target import compile_only_devices
 from gimbal_jax.serving.batch import Bucket, stack, step_buckets
 from gimbal_jax.serving.plan import Plan
+
+StepKind = Literal["decode", "mixed", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Program:
     temporary_bytes: int
     donated: frozenset[int]
     """Numbers of the parameters that the caller gives away."""
+    layers: int
+    """Layers that were compiled. If the model has more, its sizes are those of all, and temporaries those of these
+    few: layers run one after the other and use the same memory."""
     compile_s: float
 
     @property
@@ -43,24 +51,55 @@ class Program:
         return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
 
 
-def bucket_kinds(config: ServerConfig) -> dict[str, Bucket]:
+def bucket_kinds(config: ServerConfig) -> dict[StepKind, Bucket]:
     """The extreme shapes of steps that a server compiles: no prefill, all of both, the fewest rows with all prefill."""
     buckets = step_buckets(config.engine, config.mesh.tp)
     rows, tiles = max(rows for rows, _ in buckets), max(tiles for _, tiles in buckets)
     return {"decode": (rows, 0), "mixed": (rows, tiles), "prefill": (min(rows for rows, _ in buckets), tiles)}
 
 
-def compile_step(model: ModelConfig, config: ServerConfig, gpu: Gpu, bucket: Bucket) -> Program:
-    """The step of this bucket, in bfloat16, as ``DeviceRunner.warm_up`` would compile it on such GPUs."""
+def shallow(model: ModelConfig, layers: int) -> ModelConfig:
+    """Its first layers."""
+    return replace(model, num_layers=layers, moe_layers=tuple(l for l in model.moe_layers if l < layers))
+
+
+def compile_step(
+    model: ModelConfig, config: ServerConfig, gpu: Gpu, bucket: Bucket, layers: int | None = None
+) -> Program:
+    """The step of this bucket, in bfloat16, as ``DeviceRunner.warm_up`` would compile it on such GPUs.
+
+    Args:
+      model, config: what is served.
+      gpu: on ``config.mesh.ranks`` of these, in one node.
+      bucket: (decode rows, prefill tiles).
+      layers: compile so many only, from the first; None for all. See ``Program.layers``.
+    """
     devices = compile_only_devices(gpu, config.mesh.ranks)
     mesh = make_mesh(config.mesh, devices)
-    graph, weights = abstract_model(model, jnp.bfloat16, mesh)
-    state = abstract_state(model, config.engine, jnp.bfloat16, mesh)
-    slots = jax.ShapeDtypeStruct((len(model.moe_layers), model.num_experts), jnp.int32)
+    layers = model.num_layers if layers is None else min(layers, model.num_layers)
+    graph, arguments = _step_arguments(shallow(model, layers), config, mesh)
     inputs = _shapes(stack([Plan()] * config.mesh.dp, config.engine, *bucket))
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
     run = jax.jit(partial(step, graph, layout), donate_argnums=1)
-    return _compile(run, (weights, state, slots, inputs), donated=1, devices=devices)
+    program = _compile(run, (*arguments, inputs), donated=1, devices=devices)
+    _, all_arguments = _step_arguments(model, config, mesh)
+    more_state = _device_bytes(all_arguments[1]) - _device_bytes(arguments[1])
+    return replace(
+        program,
+        argument_bytes=program.argument_bytes + _device_bytes(all_arguments) - _device_bytes(arguments),
+        output_bytes=program.output_bytes + more_state,
+        aliased_bytes=program.aliased_bytes + more_state,
+        layers=layers,
+    )
+
+
+def _step_arguments(model: ModelConfig, config: ServerConfig, mesh: Mesh) -> tuple[nnx.GraphDef, tuple[Any, ...]]:
+    """Graph, and weights, state and placement as shapes with shardings."""
+    graph, weights = abstract_model(model, jnp.bfloat16, mesh)
+    state = abstract_state(model, config.engine, jnp.bfloat16, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    slots = jax.ShapeDtypeStruct((len(model.moe_layers), model.num_experts), jnp.int32, sharding=everywhere)
+    return graph, (weights, state, slots)
 
 
 def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Program:
@@ -68,7 +107,7 @@ def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Pro
     devices = compile_only_devices(gpu, config.mesh.ranks)
     mesh = make_mesh(config.mesh, devices)
     _, weights = abstract_model(model, jnp.bfloat16, mesh)
-    mlp = weights["layers"][model.moe_layers[0]]["mlp"]
+    mlp: Any = weights["layers"][model.moe_layers[0]]["mlp"]
     experts = tuple(mlp[name].get_value() for name in ("gate_up", "down"))
     nowhere = np.zeros(0, np.int32)
     sizes = (model.num_experts, config.mesh.ranks, config.placement.rows_per_pair)
@@ -79,6 +118,11 @@ def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Pro
 
 def _shapes(arrays: Any) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+
+
+def _device_bytes(arrays: Any) -> int:
+    """Bytes of the shards on one device."""
+    return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
 
 def _compile(run: Any, arguments: tuple[Any, ...], *, donated: int, devices: Any) -> Program:
@@ -93,6 +137,7 @@ def _compile(run: Any, arguments: tuple[Any, ...], *, donated: int, devices: Any
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         donated=frozenset(_flat_numbers(arguments, donated)),
+        layers=1,
         compile_s=time.perf_counter() - started,
     )
 

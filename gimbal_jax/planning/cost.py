@@ -19,13 +19,18 @@ def remote_ranks(model: ModelConfig, ranks: int, form: Exchange) -> float:
     if form == "gather":
         return ranks - 1
     elsewhere = model.num_experts - model.num_experts // ranks
-    return (ranks - 1) * (1 - comb(elsewhere, model.experts_per_token) / comb(model.num_experts, model.experts_per_token))
+    return (ranks - 1) * (
+        1 - comb(elsewhere, model.experts_per_token) / comb(model.num_experts, model.experts_per_token)
+    )
 
 
 def exchange_bytes(model: ModelConfig, ranks: int, form: Exchange) -> float:
-    """Bytes over links for one token in one MoE layer: it goes out with slots and weights, its results come back."""
-    out = model.hidden_size * ITEM_BYTES[model.dtype] + 8 * model.experts_per_token
-    return remote_ranks(model, ranks, form) * (out + model.hidden_size * ITEM_BYTES[model.dtype])
+    """Bytes over links for one token in one MoE layer: it goes out, and its results come back.
+
+    With it go int32 places and weights of its experts; ``gather`` sends slots and positions for places.
+    """
+    numbers = {"gather": 3, "sparse": 2}[form] * model.experts_per_token
+    return remote_ranks(model, ranks, form) * (2 * model.hidden_size * ITEM_BYTES[model.dtype] + 4 * numbers)
 
 
 def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
@@ -37,9 +42,7 @@ def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
     return 3 * (tp - 1) * model.hidden_size * ITEM_BYTES[model.dtype]
 
 
-def link_seconds(
-    model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, chosen: int
-) -> float:
+def link_seconds(model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, chosen: int) -> float:
     """Time on the links for a step of this many tokens in all engines, of which ``chosen`` get logits."""
     per_token = len(model.moe_layers) * exchange_bytes(model, mesh.ranks, form)
     per_token += model.num_layers * tensor_parallel_bytes(model, mesh.tp)
@@ -63,9 +66,7 @@ def decode_seconds(
     return read + link_seconds(model, mesh, gpu, form, requests, requests)
 
 
-def prefill_seconds(
-    model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, prompt: int
-) -> float:
+def prefill_seconds(model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, prompt: int) -> float:
     """Floor of a prefill step: ``tokens`` in all engines, of prompts of ``prompt`` tokens."""
     compute = tokens * flops_per_token(model, prompt / 2) / mesh.ranks / gpu.bf16_flops
     read = weights_read(model, mesh, tokens) / gpu.bandwidth

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from gimbal_jax.pallas_kernels.backend import HOPPER, Backend
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -32,6 +34,11 @@ class Gpu:
     shared_memory_per_core: int
     shared_memory_per_block: int
     """Most that one block may ask for."""
+
+    @property
+    def backend(self) -> Backend:
+        """Form of the kernels that it runs, as ``backend_of`` would say."""
+        return "mosaic" if self.compute_capability >= (int(HOPPER), 0) else "xla"
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -91,6 +92,23 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
             results = done[one.name] if one.opcode.endswith("-start") else one.results
             found += [Collective(kind, array, _groups(one.text)) for array in results]
     return tuple(found)
+
+
+def mosaic_kernels(hlo: str) -> Counter[str]:
+    """Calls of Mosaic GPU kernels by name; ``+wgmma`` follows the names of those that use the tensor cores."""
+    calls = [line for line in hlo.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    found: Counter[str] = Counter()
+    for call in calls:
+        path = re.search(r'op_name="([^"]*)/mpmd_map"', call)
+        name = path[1].rsplit("/", 1)[-1] if path else "?"
+        found[name + ("+wgmma" if "wgmma" in call else "")] += 1
+    return found
+
+
+def parameters(hlo: str) -> tuple[HloArray, ...]:
+    """What the program is called with."""
+    layout = re.search(r"entry_computation_layout=\{\((.*?)\)->", hlo)
+    return _arrays(layout[1]) if layout else ()
 
 
 def donated_parameters(hlo: str) -> frozenset[int]:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, PlacementConfig, ServerConfig
+from gimbal_jax.config import (
+    MEMORY_UTILISATION,
+    EngineConfig,
+    MeshConfig,
+    ModelConfig,
+    PlacementConfig,
+    ServerConfig,
+)
 from gimbal_jax.model.memory import DeviceBytes, device_bytes
 from gimbal_jax.model.sharding import check_mesh
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds, tensor_parallel_bytes
@@ -28,13 +35,13 @@ class PlanRequest:
     gpu: Gpu
     count: int
     engine: EngineConfig = GPU_ENGINE
-    utilisation: float = 0.9
+    utilisation: float = MEMORY_UTILISATION
     """Share of a GPU's memory that may be used."""
     request_tokens: int = 2000
     """Tokens of one request, prompt and output together."""
     output_tokens: int = 200
     """How many of them are output."""
-    placement: PlacementConfig = PlacementConfig()
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     def __post_init__(self) -> None:
         check_limits(self.engine)
@@ -95,7 +102,7 @@ def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
         bucket = step_buckets(engine, mesh.tp)[-1]
     except ValueError as error:
         return Refused(mesh, str(error), 0)
-    memory = device_bytes(model, ServerConfig(mesh, engine, placement=r.placement), bucket)
+    memory = device_bytes(model, ServerConfig(mesh, engine, placement=r.placement), bucket, r.gpu.backend)
     try:
         kv_tokens = memory.kv_pages(r.budget) * engine.page_size
     except ValueError as error:

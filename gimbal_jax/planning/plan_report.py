@@ -10,15 +10,15 @@ from rich.table import Table
 
 from gimbal_jax.model.memory import GB, expert_bytes, kv_bytes_per_token
 from gimbal_jax.planning.cost import exchange_bytes, migration_cost, remote_ranks
-from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, recommended
+from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, recommended, smallest_count
 
 
 def heading(name: str, request: PlanRequest) -> str:
     """The request in a line."""
-    r = request
+    r, memory = request, request.gpu.memory_bytes / GB
     return (
-        f"{name} ({r.model.dtype}) on {r.count} x {r.gpu.name}, {r.gpu.memory_bytes / GB:.1f} GB each, "
-        f"of which {r.utilisation:.0%} may be used. All figures are estimated."
+        f"{name} ({r.model.dtype}) on {r.count} x {r.gpu.name}, {r.utilisation:.0%} of {memory:.1f} GB each. "
+        "Estimated, not measured."
     )
 
 
@@ -65,7 +65,7 @@ def plan_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> lis
     )
     if ranks > 1:
         lines += _traffic_lines(request, plans)
-    return [*lines, _recommendation(plans, best)]
+    return [*lines, *_recommendation(plans, best)]
 
 
 def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> list[str]:
@@ -77,20 +77,20 @@ def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) ->
     cost = migration_cost(model, ranks, r.gpu, r.placement)
     return [
         f"Over links, for a token in one layer: exchange {gather:.1f} kB by gather, {sparse:.1f} kB by sparse (uniform "
-        f"routing: it needs {remote_ranks(model, ranks, 'sparse'):.2f} of the {ranks - 1} other GPUs); within its "
+        f"routing: to {remote_ranks(model, ranks, 'sparse'):.2f} of {ranks - 1} other GPUs); within its "
         f"engine {within} kB.",
-        f"Migration: an expert is {expert_bytes(model) / 1e6:.1f} MB; at most {cost.step_bytes / 1e6:.0f} MB move between "
-        f"two steps, {cost.step_seconds * 1e3:.2f} ms on the links. A layer whose GPUs all pass their experts on takes "
-        f"{cost.layer_steps} steps, {cost.layer_seconds * 1e3:.2f} ms.",
+        f"Migration: an expert is {expert_bytes(model) / 1e6:.1f} MB; at most {cost.step_bytes / 1e6:,.0f} MB move "
+        f"between two steps, {cost.step_seconds * 1e3:.2f} ms on the links. A layer whose GPUs all pass their experts "
+        f"on takes {cost.layer_steps} steps, {cost.layer_seconds * 1e3:.2f} ms.",
     ]
 
 
-def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> str:
+def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list[str]:
     others = [plan for plan in plans if isinstance(plan, MeshPlan) and plan != best]
     text = f"Recommended: DP {best.mesh.dp} x TP {best.mesh.tp}"
     if not others:
-        return f"{text}, the only mesh that fits."
-    text += f": of the meshes within {CLOSE:.0%} of the best rate its caches hold most requests."
+        return [f"{text}, the only mesh that fits."]
+    lines = [f"{text}: of the meshes within {CLOSE:.0%} of the best rate its caches hold most requests."]
     for plan in others:
         changes = (
             f"{plan.requests_per_second / best.requests_per_second - 1:+.0%} rate",
@@ -98,10 +98,10 @@ def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> str:
             f"{plan.prefill_seconds / best.prefill_seconds - 1:+.0%} prefill time",
             f"{plan.decode_seconds / best.decode_seconds - 1:+.0%} decode time",
         )
-        text += f"\n  against it DP {plan.mesh.dp} x TP {plan.mesh.tp}: {', '.join(filter(None, changes))}"
+        lines.append(f"  against it DP {plan.mesh.dp} x TP {plan.mesh.tp}: {', '.join(filter(None, changes))}")
     if best.mesh.dp == 1:
-        text += "\n  With one engine dispatch has nothing to choose; placement only evens out the load."
-    return text
+        lines.append("  With one engine dispatch has nothing to choose; placement only evens out the load.")
+    return lines
 
 
 def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> dict[str, Any]:
@@ -120,3 +120,12 @@ def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refuse
         "migration": asdict(migration_cost(request.model, ranks, request.gpu, request.placement)),
         "recommended": asdict(best.mesh) if best else None,
     }
+
+
+def nothing_fits(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
+    """Why no mesh serves the model, by how much memory, and how many GPUs would."""
+    missing = [plan.missing_bytes for plan in plans if isinstance(plan, Refused) and plan.missing_bytes]
+    why = f"{min(missing) / GB:.1f} GB per GPU are missing" if missing else "every mesh breaks a rule, see above"
+    count = smallest_count(request)
+    least = f"the fewest that would is {count}" if count else "no number of them would"
+    return f"no mesh of {request.count} x {request.gpu.name} serves the model: {why}; {least}"

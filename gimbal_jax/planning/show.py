@@ -10,7 +10,6 @@ from rich.table import Table
 
 from gimbal_jax.config import MeshConfig, ModelConfig
 from gimbal_jax.model.sharding import check_mesh, kv_heads_in_cache
-from gimbal_jax.scheduler.placement import static_placement
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -
         )
         for rank in range(mesh.ranks)
     ]
-
-
-def contiguous(model: ModelConfig, ranks: int) -> np.ndarray:
-    """slot_of_expert_LE of a server that starts from a Hugging Face checkpoint."""
-    return static_placement(len(model.moe_layers), model.num_experts, ranks)
 
 
 def shard_table(title: str, held: Sequence[Shard]) -> Table:

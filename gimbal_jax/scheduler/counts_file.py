@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from gimbal_jax.config import MeshConfig, ModelConfig
+
 
 class CountsFileError(ValueError):
     """A file that is not what it should be; the message names the file and what is wrong."""
@@ -84,6 +86,19 @@ def load_placement(path: Path) -> tuple[np.ndarray, int]:
     arrays, meta = _read(path)
     _check_placement(path, arrays, meta)
     return arrays["slot_of_expert"][-1].astype(np.int32), int(meta["ranks"])
+
+
+def load_placement_of(path: Path, model: ModelConfig, mesh: MeshConfig) -> np.ndarray:
+    """``load_placement``'s slot_of_expert_LE; CountsFileError also if it is of another model's or mesh's shape."""
+    slot_of_expert_LE, ranks = load_placement(path)
+    shape = len(model.moe_layers), model.num_experts
+    if slot_of_expert_LE.shape != shape or ranks != mesh.ranks:
+        (layers, experts), found = shape, slot_of_expert_LE.shape
+        wanted = f"{layers} layers of {experts} experts on {mesh.ranks} ranks"
+        raise CountsFileError(
+            f"{path}: its placement is of {found[0]} layers of {found[1]} experts on {ranks} ranks, not {wanted}"
+        )
+    return slot_of_expert_LE
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], meta: Mapping[str, Any], check: Any) -> None:

@@ -1,4 +1,4 @@
-"""The server's own step on a whole model with random weights, against the time that reading them takes."""
+"""The server's own step: the kernels in it against plain XLA, and its time on a whole model."""
 
 from __future__ import annotations
 
@@ -6,175 +6,137 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig
+from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.inputs import StepInputs
-from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.model.step import DeviceState, abstract_model, abstract_state, step
-from gimbal_jax.model.transformer import StepLayout
-from gimbal_jax.serving.batch import stack
-from gimbal_jax.serving.plan import Chunk, Plan
-from gimbal_jax.serving.request import SamplingParams
 from scripts.device_checks.numerics import rng_for
-from scripts.device_checks.parts import Result
+from scripts.device_checks.parts import AbsentError, Result
+from scripts.device_checks.random_model import (
+    RandomModel,
+    decode_inputs,
+    engine_of,
+    first_layers,
+    layers_that_fit,
+    nbytes,
+    prefill_inputs,
+    random_model,
+)
 from scripts.device_checks.setting import Setting, Sizes
 from scripts.device_checks.timing import timing
 
-SPARE_BYTES = 3 * 10**9
-"""Left for what a step needs besides weights and pages."""
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+CHECKED_LAYERS = 2
+SHARED_TOP_IDS = 0.8
+"""Least share of the likeliest tokens that both forms name. In bfloat16 the order of close ones may differ, and a token
+whose last two experts are close may choose another; a wrong step shares none."""
+
+
+def check_model(setting: Setting) -> Iterator[Result]:
+    """The first layers at full width: the same likeliest tokens by the kernels and by plain XLA, and exact counts."""
+    if setting.backend == "xla":
+        raise AbsentError("plain XLA is what the kernels' step is compared with")
+    sizes = setting.sizes
+    engine = engine_of(sizes)
+    config = first_layers(sizes.model, CHECKED_LAYERS)
+    for name, inputs in work_of(sizes, (max(sizes.batches),), rng_for(setting, "check_model")).items():
+        inputs = replace(inputs, sampling=replace(inputs.sampling, want_logprobs=np.True_))
+        ids_GK, counts_LE = {}, {}
+        for backend in (setting.backend, "xla"):
+            model = random_model(config, engine, setting.seed)
+            outputs = model.run(model.lower(inputs, backend).compile(), inputs)
+            ids_GK[backend] = np.asarray(outputs.top_ids_SGK)[0][_chooses_G(inputs)]
+            counts_LE[backend] = model.counts_LE()
+            finite = bool(np.isfinite(np.asarray(outputs.top_logprobs_SGK)[0][_chooses_G(inputs)]).all())
+        ours, plain = ids_GK[setting.backend], ids_GK["xla"]
+        shared = float(np.mean([np.isin(one, other).mean() for one, other in zip(ours, plain, strict=True)]))
+        counted = counts_LE[setting.backend].sum(axis=1)
+        routed = int(inputs.count_SG.sum()) * config.experts_per_token
+        ok = shared >= SHARED_TOP_IDS and finite and bool((counted == routed).all())
+        yield (
+            name,
+            {"ok": ok, "shared_top_ids": shared, "finite": finite, "routed": routed, "counted": counted.tolist()},
+        )
 
 
 def model_speed(setting: Setting) -> Iterator[Result]:
     """Decode steps at several batch sizes, then a prefill step."""
-    sizes, rng = setting.sizes, rng_for(setting, "model")
-    engine, device = engine_of(sizes), jax.devices()[0]
-    config = layers_that_fit(sizes.model, engine, (device.memory_stats() or {}).get("bytes_limit"))
-    mesh = make_mesh(MeshConfig(), [device])
-    graph, abstract = abstract_model(config, jnp.bfloat16, mesh)
-    weights = random_like(abstract, jax.random.key(setting.seed))
-    state = random_like(abstract_state(config, engine, jnp.bfloat16, mesh), jax.random.key(setting.seed + 1))
-    slots_LE = jnp.tile(jnp.arange(config.num_experts, dtype=jnp.int32), (len(config.moe_layers), 1))
-    yield "model", {
-        "layers": config.num_layers,
-        "layers_of_the_whole": sizes.model.num_layers,
-        "weight_bytes": nbytes(weights),
-        "kv_bytes": nbytes(state.pages),
-    }
+    sizes = setting.sizes
+    engine = engine_of(sizes)
+    config = layers_that_fit(sizes.model, engine, (jax.devices()[0].memory_stats() or {}).get("bytes_limit"))
+    model = random_model(config, engine, setting.seed)
+    layers = {"layers": config.num_layers, "layers_of_the_whole": sizes.model.num_layers}
+    yield "model", layers | {"weight_bytes": nbytes(model.weights), "kv_bytes": nbytes(model.state.pages)}
 
-    work = {f"decode {batch}": decode_inputs(sizes, engine, batch, rng) for batch in sizes.batches}
-    work[f"prefill {sizes.prefill_tokens}"] = prefill_inputs(sizes, engine, rng)
-    layout = StepLayout(mesh, engine.tile, engine.exchange, setting.backend)
-    run = jax.jit(partial(step, graph, layout), donate_argnums=1)
+    work = work_of(sizes, sizes.batches, rng_for(setting, "model_speed"))
     began = time.perf_counter()
-    lowered = {name: run.lower(weights, state, slots_LE, inputs) for name, inputs in work.items()}
+    lowered = [model.lower(inputs, setting.backend) for inputs in work.values()]
     with ThreadPoolExecutor(max_workers=4) as pool:  # XLA compiles outside the interpreter lock
-        compiled = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
+        compiled = list(pool.map(lambda one: one.compile(), lowered))
     yield "compile", {"programs": len(compiled), "wall_s": time.perf_counter() - began}
 
-    for name, inputs in work.items():
-        result, state = time_steps(compiled[name], weights, state, slots_LE, inputs, sizes.samples)
-        tokens = int(inputs.count_SG.sum())
-        touched = touched_bytes(config, abstract, result.pop("experts_hit_L"))
-        kv_bytes = int((inputs.start_SG + inputs.count_SG)[inputs.count_SG > 0].max()) * tokens * kv_token_bytes(config)
-        facts: dict[str, Any] = {"tokens": tokens, "weight_bytes_touched": touched}
-        tb_per_s = setting.ceiling("triad", "tb_per_s")
-        if name.startswith("decode"):
-            facts["kv_bytes_read"] = kv_bytes
-            if tb_per_s:
-                facts["weight_floor_us"] = touched / tb_per_s / 1e6
-                facts["floor_with_kv_us"] = (touched + kv_bytes) / tb_per_s / 1e6
-                for which in ("step", "back_to_back"):
-                    facts[f"{which}_over_weight_floor"] = result[which]["median_us"] / facts["weight_floor_us"]
-        facts["tokens_per_s"] = tokens / result["step"]["median_us"] * 1e6
-        yield name, result | facts
+    for (name, inputs), program in zip(work.items(), compiled, strict=True):
+        yield name, time_steps(model, program, inputs, setting)
 
 
-def engine_of(sizes: Sizes) -> EngineConfig:
-    """One engine with pages for the largest batch."""
-    longest = max(sizes.context, sizes.prefill_tokens)
-    engine = EngineConfig(
-        max_model_len=longest,
-        page_size=sizes.page_size,
-        max_rows=max(sizes.batches),
-        token_budget=sizes.prefill_tokens,
-        tile=sizes.tile,
-    )
-    pages = max(engine.max_rows * -(-sizes.context // engine.page_size), engine.pages_per_row)
-    return replace(engine, num_pages=pages)
+def work_of(sizes: Sizes, batches: tuple[int, ...], rng: np.random.Generator) -> dict[str, StepInputs]:
+    engine = engine_of(sizes)
+    work = {f"decode {batch}": decode_inputs(sizes, engine, batch, rng) for batch in batches}
+    return work | {f"prefill {sizes.prefill_tokens}": prefill_inputs(sizes, engine, rng)}
 
 
-def layers_that_fit(model: ModelConfig, engine: EngineConfig, memory_bytes: int | None) -> ModelConfig:
-    """The model, or its first layers if the memory, where it is known, does not hold all."""
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    for layers in range(model.num_layers, 0, -1):
-        moe_layers = tuple(layer for layer in model.moe_layers if layer < layers)
-        config = replace(model, num_layers=layers, moe_layers=moe_layers)
-        _, weights = abstract_model(config, jnp.bfloat16, mesh)
-        pages = abstract_state(config, engine, jnp.bfloat16, mesh).pages
-        if memory_bytes is None or nbytes(weights) + nbytes(pages) + SPARE_BYTES <= memory_bytes:
-            return config
-    raise ValueError(f"not one layer fits into {memory_bytes} bytes")
+def time_steps(model: RandomModel, program: Any, inputs: StepInputs, setting: Setting) -> dict[str, Any]:
+    """Two times, and the floor of a decode step.
 
-
-def random_like(abstract: Any, key: jax.Array) -> Any:
-    """Arrays of these shapes, made where they belong: norms of one, counters of zero, the rest normal around 0.
-
-    Their deviation of 0.02 is that with which transformers initialises such models.
+    ``step``: as the server does it, from host arrays to tokens on the host. ``back_to_back``: ten steps that do not
+    wait for the host, which hides dispatch where that is the shorter one. ``weight_floor_us``: the time in which the
+    triad's bytes/s read the weights that the step touched.
     """
-    make = jax.jit(lambda key, like: (0.02 * jax.random.normal(key, like.shape)).astype(like.dtype), static_argnums=1)
-    leaves, tree = jax.tree.flatten(abstract)
-    arrays = []
-    for number, like in enumerate(leaves):
-        if jnp.issubdtype(like.dtype, jnp.integer):
-            arrays.append(jnp.zeros(like.shape, like.dtype, device=like.sharding))
-        elif like.ndim == 1:
-            arrays.append(jnp.ones(like.shape, like.dtype, device=like.sharding))
-        else:
-            arrays.append(make(jax.random.fold_in(key, number), like))
-    return jax.tree.unflatten(tree, arrays)
-
-
-def decode_inputs(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random.Generator) -> StepInputs:
-    """``batch`` rows whose last token is the last one of their context."""
-    pages = -(-sizes.context // engine.page_size)
-    pages_of_row = rng.permutation(engine.num_pages)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    tokens = rng.integers(0, sizes.model.vocab_size, (batch, 1)).astype(np.int32)
-    chunks = tuple(Chunk(str(row), tokens[row], sizes.context - 1, pages_of_row[row], GREEDY) for row in range(batch))
-    return stack([Plan(decode=chunks)], engine, batch, 0)
-
-
-def prefill_inputs(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -> StepInputs:
-    """One prompt, in one step, beside an empty decode row."""
-    tokens = rng.integers(0, sizes.model.vocab_size, sizes.prefill_tokens).astype(np.int32)
-    tiles = -(-len(tokens) // engine.tile)
-    pages = rng.permutation(engine.num_pages)[: -(-len(tokens) // engine.page_size)].astype(np.int32)
-    return stack([Plan(prefill=(Chunk("prompt", tokens, 0, pages, GREEDY),), tiles=tiles)], engine, 1, tiles)
-
-
-def time_steps(
-    run: Any, weights: nnx.State, state: DeviceState, slots_LE: jax.Array, inputs: StepInputs, samples: int
-) -> tuple[dict[str, Any], DeviceState]:
-    """``step``: as the server does it, from host arrays to tokens on the host. ``back_to_back``: steps that do not wait
-    for the host, ten a sample, which hides the time of dispatch where it is the shorter one."""
     for _ in range(2):  # to warm up
-        outputs, state = run(weights, state, slots_LE, inputs)
-    before_STLE = np.asarray(state.counts_STLE)
-    outputs, state = jax.block_until_ready(run(weights, state, slots_LE, inputs))
-    hit_L = (np.asarray(state.counts_STLE) - before_STLE).sum(axis=(0, 1)).astype(bool).sum(axis=1)
+        model.run(program, inputs)
+    before_LE = model.counts_LE()
+    model.run(program, inputs)
+    hit_L = (model.counts_LE() - before_LE).astype(bool).sum(axis=1)
     alone, chained = [], []
-    for _ in range(samples):
+    for _ in range(setting.sizes.samples):
         began = time.perf_counter()
-        outputs, state = run(weights, state, slots_LE, inputs)
-        np.asarray(outputs.token_SG)
+        np.asarray(model.run(program, inputs).token_SG)
         alone.append(time.perf_counter() - began)
-    for _ in range(max(samples // 5, 1)):
-        jax.block_until_ready(state)
+    for _ in range(setting.sizes.samples):
         began = time.perf_counter()
         for _ in range(10):
-            outputs, state = run(weights, state, slots_LE, inputs)
-        jax.block_until_ready(state)
+            model.run(program, inputs)
+        jax.block_until_ready(model.state)
         chained.append(time.perf_counter() - began)
-    return {
-        "step": timing(alone),
-        "back_to_back": timing(chained, calls=10),
+
+    step, back_to_back = timing(alone), timing(chained, calls=10)
+    end_SG = np.where(inputs.count_SG > 0, inputs.start_SG + inputs.count_SG, 0)
+    touched = touched_bytes(model, hit_L)
+    found: dict[str, Any] = {
+        "step": step,
+        "back_to_back": back_to_back,
+        "tokens_per_s": float(inputs.count_SG.sum()) / step["median_us"] * 1e6,
         "experts_hit_per_layer": float(hit_L.mean()),
-        "experts_hit_L": hit_L,
-    }, state
+        "weight_bytes_touched": touched,
+    }
+    tb_per_s = setting.ceiling("triad", "tb_per_s")
+    if tb_per_s and inputs.tokens_ST.shape == inputs.count_SG.shape:  # decode rows only
+        found["kv_bytes_read"] = int(end_SG.sum()) * kv_token_bytes(model.config)
+        found["weight_floor_us"] = floor_us = touched / tb_per_s / 1e6
+        found["floor_with_kv_us"] = floor_us + found["kv_bytes_read"] / tb_per_s / 1e6
+        found["step_over_weight_floor"] = step["median_us"] / floor_us
+        found["back_to_back_over_weight_floor"] = back_to_back["median_us"] / floor_us
+    return found
 
 
-def touched_bytes(config: ModelConfig, abstract: Any, hit_L: np.ndarray) -> int:
+def touched_bytes(model: RandomModel, hit_L: np.ndarray) -> int:
     """Weights that a step reads: all but the embedding, of which it reads a few rows, and the experts of no token."""
-    whole = nbytes(abstract) - (0 if config.tie_embeddings else nbytes(abstract["embed"]))
-    mlps: list[Mapping[str, Any]] = [abstract["layers"][layer]["mlp"] for layer in config.moe_layers]
-    expert_bytes = nbytes([mlps[0]["gate_up"], mlps[0]["down"]]) // config.num_experts
+    config, weights = model.config, model.weights
+    whole = nbytes(weights) - (0 if config.tie_embeddings else nbytes(weights["embed"]))
+    mlp: Mapping[str, Any] = weights["layers"][config.moe_layers[0]]["mlp"]
+    expert_bytes = nbytes([mlp["gate_up"], mlp["down"]]) // config.num_experts
     return whole - expert_bytes * int((config.num_experts - hit_L).sum())
 
 
@@ -182,5 +144,6 @@ def kv_token_bytes(config: ModelConfig) -> int:
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def nbytes(tree: Any) -> int:
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _chooses_G(inputs: StepInputs) -> np.ndarray:
+    """Groups with tokens: what the others choose means nothing."""
+    return np.asarray(inputs.count_SG[0] > 0)

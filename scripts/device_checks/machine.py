@@ -30,13 +30,16 @@ def machine(setting: Setting) -> Iterator[Result]:
     """Versions, and the device that jax takes first."""
     yield "python", {"version": platform.python_version(), "machine": platform.machine()} | _versions()
     device = jax.devices()[0]
-    yield "device", {
-        "platform": device.platform,
-        "name": device.device_kind,
-        "compute_capability": str(getattr(device, "compute_capability", "")),
-        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "backend": backend_of(device),
-    }
+    yield (
+        "device",
+        {
+            "platform": device.platform,
+            "name": device.device_kind,
+            "compute_capability": str(getattr(device, "compute_capability", "")),
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+            "backend": backend_of(device),
+        },
+    )
     if facts := _nvidia_smi():
         yield "nvidia_smi", facts
 

@@ -46,7 +46,7 @@ def run_parts(
     clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Run them in order and record each; later ones see the results of earlier ones. See ``device_check`` for the form."""
+    """Run them in order and record each; later ones see the results of earlier ones. The form: ``device_check``."""
     began, records = clock(), []
     for number, part in enumerate(parts, start=1):
         left_s = budget_s - (clock() - began)

@@ -14,7 +14,7 @@ from scripts.device_checks.parts import Result
 from scripts.device_checks.setting import Setting
 from scripts.device_checks.timing import Timed, time_together
 
-SETS = 4
+SETS = 2
 """Argument sets that a timed call takes in turn; together their weights or pages outgrow the L2 cache."""
 COUNTING_TARGET = 0.01
 FUSED_TARGET = 3.0
@@ -38,7 +38,7 @@ def ceiling_cases(setting: Setting) -> tuple[Timed, Timed]:
         return [(a, b)], ()
 
     def lines(key: jax.Array) -> Any:
-        a, b = (jax.random.normal(one, elements) for one in jax.random.split(key))
+        a, b = (jax.random.normal(one, (elements,)) for one in jax.random.split(key))
         return [(a, b)], ()
 
     return (
@@ -149,10 +149,13 @@ def attention_cases(setting: Setting) -> Iterator[Timed]:
     model, page, tile = sizes.model, sizes.page_size, sizes.tile
     token_bytes = 2 * 2 * model.num_kv_heads * model.head_dim
     pair_flop = 4 * model.num_heads * model.head_dim  # of one query and one key
-    op = partial(setting.ops.paged_attention, backend=setting.backend)
+
+    def op(q_GQHD: Any, table_GM: Any, start_G: Any, count_G: Any, k_pages: Any, v_pages: Any) -> jax.Array:
+        groups = table_GM, start_G, count_G
+        return setting.ops.paged_attention(q_GQHD, k_pages, v_pages, *groups, backend=setting.backend)
 
     for rows, context in sizes.decode_rows:
-        facts = {"bytes": rows * context * token_bytes}
+        facts: dict[str, float] = {"bytes": rows * context * token_bytes}
         make = partial(_attention_arguments, setting, rows, 1, [context - 1] * rows, -(-context // page), rows)
         yield Timed(f"decode {rows} x {context}", op, make, facts)
     for tiles, before in sizes.prefill_rows:

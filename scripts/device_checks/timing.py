@@ -33,6 +33,8 @@ def looped(op: Callable[..., Any], rounds: int) -> Callable[..., jax.Array]:
     nor drops calls. The only kernel beside them sums one number of each output, once a round.
     """
 
+    op = jax.jit(op)  # so that its calls share one lowering
+
     def run(own_sets: Sequence[tuple[Any, ...]], shared: tuple[Any, ...]) -> jax.Array:
         def one_round(_: jax.Array, token: jax.Array) -> jax.Array:
             before: Any = token

@@ -22,31 +22,37 @@ def transformers_speed(setting: Setting) -> Iterator[Result]:
     if setting.backend == "mosaic" and not torch.cuda.is_available():
         raise AbsentError("torch sees no CUDA device")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes, torch_dtype = setting.sizes, torch.bfloat16
+    sizes, ours = setting.sizes, setting.found.get("model_speed", {})
+    layers = ours.get("model", {}).get("layers", sizes.model.num_layers)  # as many as ours had
 
     torch.manual_seed(setting.seed)
     with torch.device(device), torch.inference_mode():
-        config = transformers.Qwen3MoeConfig(**arguments_of(sizes.model))
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch_dtype).eval()
-        yield "model", {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "layers": config.num_hidden_layers,
-            "experts_implementation": str(getattr(config, "_experts_implementation", "unknown")),
-            "attention_implementation": str(config._attn_implementation),
-        }
+        config = transformers.Qwen3MoeConfig(**arguments_of(sizes.model, layers))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        yield (
+            "model",
+            {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "layers": config.num_hidden_layers,
+                "experts_implementation": str(getattr(config, "_experts_implementation", "unknown")),
+                "attention_implementation": str(config._attn_implementation),
+            },
+        )
         for batch in sizes.batches:
             # One prompt, repeated: the time of a step depends on the new tokens, which differ, and on lengths.
             prompt = torch.randint(config.vocab_size, (1, sizes.context - 1))
             cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
             cache.batch_repeat_interleave(batch)
             tokens = torch.randint(config.vocab_size, (batch, 1))
-            yield f"decode {batch}", {"step": time_steps(torch, model, cache, tokens, sizes.samples)}
+            name, step = f"decode {batch}", time_steps(torch, model, cache, tokens, sizes.samples)
+            our_us = ours.get(name, {}).get("step", {}).get("median_us")
+            yield name, {"step": step, "over_ours": step["median_us"] / our_us if our_us else None}
             del cache
 
 
 def time_steps(torch: Any, model: Any, cache: Any, tokens: Any, samples: int) -> dict[str, float]:
-    """From tokens on the device to the next ones on the host, as ``full_model.time_steps``; the context grows by one."""
+    """From tokens on the device to the next ones on the host; the context grows by one a step."""
     seconds = []
     for sample in range(-2, samples):  # two to warm up
         if torch.cuda.is_available():
@@ -58,13 +64,13 @@ def time_steps(torch: Any, model: Any, cache: Any, tokens: Any, samples: int) ->
     return timing(seconds)
 
 
-def arguments_of(model: ModelConfig) -> dict[str, Any]:
+def arguments_of(model: ModelConfig, layers: int) -> dict[str, Any]:
     """``Qwen3MoeConfig``'s, for a model whose layers all hold experts."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_layers,
+        "num_hidden_layers": layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,

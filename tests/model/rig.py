@@ -19,6 +19,7 @@ from gimbal_jax.model.inputs import SamplingInputs, StepInputs
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import DeviceState, abstract_model, new_state
 from gimbal_jax.model.transformer import StepLayout
+from gimbal_jax.pallas_kernels import Backend
 
 ENGINE = EngineConfig(max_model_len=80, page_size=8, num_pages=32, tile=8, token_budget=48)
 
@@ -34,7 +35,7 @@ class Chunk:
 
 @dataclass
 class Rig:
-    """Weights, pages and counters of one checkpoint on one mesh; float32."""
+    """Weights, pages and counters of one checkpoint on one mesh."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh
@@ -81,11 +82,7 @@ def reordered(weights: nnx.State, config: ModelConfig, order_LP: np.ndarray) -> 
 
 
 def rig(
-    folder: Path,
-    dp: int,
-    tp: int,
-    exchange: Exchange = "gather",
-    slot_of_expert_LE: np.ndarray | None = None,
+    folder: Path, dp: int, tp: int, exchange: Exchange = "gather", slot_of_expert_LE: np.ndarray | None = None
 ) -> Rig:
     """The checkpoint in this folder, its experts placed contiguously if not said otherwise."""
     config = load_config(folder)
@@ -103,12 +100,14 @@ def rig_of(
     dp: int,
     tp: int,
     exchange: Exchange = "gather",
+    backend: Backend = "xla",
+    dtype: Any = jnp.float32,
 ) -> Rig:
     """Weights that stand on this mesh already, in the slot order of this placement."""
     mesh = make_mesh(MeshConfig(dp, tp))
-    graph, _ = abstract_model(config, jnp.float32, mesh)
-    layout = StepLayout(mesh, ENGINE.tile, exchange, "xla")
-    state = new_state(config, ENGINE, jnp.float32, mesh)
+    graph, _ = abstract_model(config, dtype, mesh)
+    layout = StepLayout(mesh, ENGINE.tile, exchange, backend)
+    state = new_state(config, ENGINE, dtype, mesh)
     return Rig(config, mesh, layout, graph, weights, state, slot_of_expert_LE)
 
 

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from gimbal_jax.config import MeshConfig
 from gimbal_jax.model import moe
 from gimbal_jax.model.sharding import RANKS, make_mesh
-from gimbal_jax.pallas_kernels import grouped_ffn, grouped_matmul, route_and_count
+from gimbal_jax.pallas_kernels import Backend, grouped_ffn, grouped_matmul, route_and_count
 
 MESH = make_mesh(MeshConfig(2, 2))
 TOKENS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 24, 8, 2, 6, 5
+BACKENDS: dict[str, Backend] = {"": "xla", "chunks": "interpret", "ragged": "mosaic"}
 SLOT_OF_EXPERT = np.array([3, 0, 6, 1, 7, 2, 4, 5], np.int32)
 
 
@@ -39,9 +40,9 @@ def exchange(request):
     form, _, variant = request.param.partition(", ")
 
     def on_rank(x, logits, valid, gate_up, down):
-        backend = {"": "xla", "chunks": "interpret", "ragged": "mosaic"}[variant]
-        routing = route_and_count(logits, valid, SLOT_OF_EXPERT, k=TOP_K, renormalise=True, ranks=MESH.size)
-        return moe.moe_exchange(form, x, routing, SLOT_OF_EXPERT, gate_up, down, backend)
+        placement = jnp.asarray(SLOT_OF_EXPERT)
+        routing = route_and_count(logits, valid, placement, k=TOP_K, renormalise=True, ranks=MESH.size)
+        return moe.moe_exchange(form, x, routing, placement, gate_up, down, BACKENDS[variant])
 
     def by_xla(*arrays, backend, **settings):
         return grouped_ffn(*arrays, **settings)
@@ -112,7 +113,7 @@ def test_places_are_those_of_all_pairs_sorted_by_slot_then_source():
     pairs = sorted(
         (slot, source) for source in range(ranks) for slot in range(slots) for _ in range(count_RE[source, slot])
     )
-    first_RE, size_RP = moe.first_places(count_RE)
+    first_RE, size_RP = moe.first_places(jnp.asarray(count_RE))
     for source, slot in zip(*np.nonzero(count_RE), strict=True):
         rank_start = 4 * (slot // 4)
         here = [pair for pair in pairs if rank_start <= pair[0] < rank_start + 4]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.pallas_kernels import paged_attention
+from tests.pallas_kernels.attention_arrays import attention_arrays, seen_context
 from tests.pallas_kernels.shapes import ATTENTION, AttentionShape
 
 attend = jax.jit(paged_attention, static_argnames="window")
@@ -29,24 +30,17 @@ def dense(q_QHD: np.ndarray, k_CKD: np.ndarray, v_CKD: np.ndarray, start: int, w
 
 def check(shape: AttentionShape, start_G: list[int], count_G: list[int], window: int | None, seed: int) -> None:
     """Attend over scattered pages, where all that no group may see is NaN, and compare group by group."""
-    rng = np.random.default_rng(seed)
-    pages_shape = (shape.num_pages, shape.page_size, shape.kv_heads, shape.dim)
-    k_pages, v_pages = np.full((2, *pages_shape), np.nan, np.float32)
-    table_GM = np.zeros((shape.groups, shape.pages_per_row), np.int32)
-    unused = iter(rng.permutation(np.arange(1, shape.num_pages)))  # page 0, which pads the tables, is NaN too
-    q_GQHD = rng.normal(size=(shape.groups, shape.queries, shape.heads, shape.dim)).astype(np.float32)
-    want_GQHD = np.zeros(q_GQHD.shape)
+    arrays = attention_arrays(shape, start_G, count_G, window, seed, np.float32)
+    want_GQHD = np.zeros(arrays.q_GQHD.shape)
     for g, (start, count) in enumerate(zip(start_G, count_G, strict=True)):
-        length = start + count if count else 0
-        q_GQHD[g, count:] = np.nan
-        k_CKD, v_CKD = rng.normal(size=(2, length, shape.kv_heads, shape.dim)).astype(np.float32)
-        for m, at in enumerate(range(0, length, shape.page_size)):
-            table_GM[g, m] = page = next(unused)
-            part = slice(at, at + shape.page_size)
-            k_pages[page, : length - at], v_pages[page, : length - at] = k_CKD[part], v_CKD[part]
+        begin, end = seen_context(start, count, window)
+        k_CKD, v_CKD = (
+            pages[arrays.page_table_GM[g]].reshape(-1, *pages.shape[2:])[begin:end]
+            for pages in (arrays.k_pages, arrays.v_pages)
+        )
         if count:
-            want_GQHD[g, :count] = dense(q_GQHD[g, :count], k_CKD, v_CKD, start, window)
-    got = attend(q_GQHD, k_pages, v_pages, table_GM, np.array(start_G), np.array(count_G), window=window)
+            want_GQHD[g, :count] = dense(arrays.q_GQHD[g, :count], k_CKD, v_CKD, start - begin, window)
+    got = attend(*arrays, window=window)
     np.testing.assert_allclose(got, want_GQHD, atol=2e-6, rtol=0)
 
 

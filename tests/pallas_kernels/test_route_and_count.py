@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gimbal_jax.pallas_kernels import Routing, route_and_count
+from gimbal_jax.pallas_kernels import Backend, Routing, route_and_count
 from tests.pallas_kernels.shapes import ROUTING, RoutingShape
 
+Case = tuple[RoutingShape, np.ndarray, np.ndarray, np.ndarray]
 Expected = tuple[Any, ...]
 """The fields of ``Routing``."""
+SMALL = ["tiny", "all_experts", "one_expert_each", "qwen2_decode"]
 
 route = jax.jit(route_and_count, static_argnames=("k", "renormalise", "ranks", "backend"))
 
@@ -47,27 +49,52 @@ def assert_same(got: Routing, want: Expected) -> None:
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance / 20, err_msg=name)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[RoutingShape, np.ndarray, np.ndarray, np.ndarray]:
-    """Few distinct logits, so that ties are the rule, with NaN and infinities, whole rows too; often padding."""
-    shape = ROUTING[draw(st.sampled_from(sorted(ROUTING)))]
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    levels = draw(st.sampled_from([2, 5, 1000]))
+def operands(
+    shape: RoutingShape, rng: np.random.Generator, *, levels: int, bad: dict[float, float], valid: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits of few levels, so that ties are the rule; single bad ones and whole bad rows at their rates; padding."""
     logits_TE = rng.integers(-levels, levels, (shape.tokens, shape.experts)).astype(np.float32) * (8 / levels)
-    for bad in (np.nan, -np.inf):
-        logits_TE[rng.random(logits_TE.shape) < draw(st.sampled_from([0, 0.1, 0.9]))] = bad
-        logits_TE[rng.random(shape.tokens) < 0.1] = bad
-    valid_T = rng.random(shape.tokens) < draw(st.sampled_from([0, 0.5, 1]))
-    return shape, logits_TE, valid_T, rng.permutation(shape.experts).astype(np.int32)
+    for value, rate in bad.items():
+        logits_TE[rng.random(logits_TE.shape) < rate] = value
+        logits_TE[rng.random(shape.tokens) < 0.1] = value
+    return logits_TE, rng.random(shape.tokens) < valid, rng.permutation(shape.experts).astype(np.int32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = ROUTING[draw(st.sampled_from(SMALL))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    bad = {value: draw(st.sampled_from([0, 0.1, 0.9])) for value in (np.nan, -np.inf)}
+    levels, valid = draw(st.sampled_from([2, 5, 1000])), draw(st.sampled_from([0, 0.5, 1]))
+    return shape, *operands(shape, rng, levels=levels, bad=bad, valid=valid)
 
 
 @given(cases(), st.booleans())
 def test_equals_the_naive_rule(case, renormalise):
+    check(case, renormalise, "xla")
+
+
+@given(cases())
+@settings(max_examples=20)
+def test_kernel_equals_the_naive_rule(case):
+    check(case, True, "interpret")
+
+
+def check(case: Case, renormalise: bool, backend: Backend) -> None:
     shape, logits_TE, valid_T, slot_of_expert_E = case
-    rule = {"k": shape.k, "renormalise": renormalise, "ranks": shape.ranks}
-    got = route(logits_TE, valid_T, slot_of_expert_E, **rule)
+    rule: dict[str, Any] = {"k": shape.k, "renormalise": renormalise, "ranks": shape.ranks}
+    got = route(logits_TE, valid_T, slot_of_expert_E, **rule, backend=backend)
     assert_same(got, naive(logits_TE, valid_T, slot_of_expert_E, **rule))
     assert got.count_E.sum() == valid_T.sum() * shape.k
+
+
+@pytest.mark.parametrize("name", sorted(ROUTING.keys() - {"qwen3_prefill"}))
+def test_kernel_equals_the_reference(name):
+    """On every shape but the one that takes a minute to interpret; mostly ties, some of them between bad logits."""
+    shape = ROUTING[name]
+    args = operands(shape, np.random.default_rng(0), levels=5, bad={np.nan: 0.1, -np.inf: 0.1}, valid=0.8)
+    rule = {"k": shape.k, "renormalise": shape.experts % 3 == 0, "ranks": shape.ranks}
+    assert_same(route(*args, **rule, backend="interpret"), route(*args, **rule, backend="xla"))
 
 
 @given(cases())
@@ -89,15 +116,15 @@ def test_by_hand(renormalise):
     logits_TE = np.concatenate([LN, np.full((1, 4), np.nan, np.float32)])
     valid_T = np.array([True, True, False])
     got = route(logits_TE, valid_T, np.array([3, 2, 1, 0], np.int32), k=2, renormalise=renormalise, ranks=2)
-    want = Routing(
-        slot_Tk=[[1, 2], [3, 2], [-1, -1]],
-        weight_Tk=[*BY_HAND[renormalise], [0, 0]],
-        count_E=[1, 2, 1, 0],
-        position_Tk=[[0, 0], [0, 1], [0, 0]],
-        send_R=[1, 2],
-        place_TR=[[0, 0], [-1, 1], [-1, -1]],
-    )
-    assert_same(got, want)
+    want = {
+        "slot_Tk": [[1, 2], [3, 2], [-1, -1]],
+        "weight_Tk": [*BY_HAND[renormalise], [0, 0]],
+        "count_E": [1, 2, 1, 0],
+        "position_Tk": [[0, 0], [0, 1], [0, 0]],
+        "send_R": [1, 2],
+        "place_TR": [[0, 0], [-1, 1], [-1, -1]],
+    }
+    assert_same(got, tuple(want[name] for name in Routing._fields))
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -107,10 +134,34 @@ def test_a_row_without_a_finite_logit_counts_k_times_and_weighs_nothing(bad):
     assert_same(got, ([[0, 1]], [[0, 0]], [1, 1, 0, 0, 0, 0, 0, 0], [[0, 0]], [1], [[0]]))
 
 
-def test_bfloat16_logits_are_weighed_in_float32():
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_bfloat16_logits_are_weighed_in_float32(backend):
     rng = np.random.default_rng(0)
     logits_TE = jnp.asarray(rng.normal(size=(6, 8)), jnp.bfloat16)
     args = np.ones(6, bool), np.arange(8, dtype=np.int32)
-    got = route(logits_TE, *args, k=2, renormalise=True)
+    got = route(logits_TE, *args, k=2, renormalise=True, backend=backend)
     assert got.weight_Tk.dtype == jnp.float32
     assert_same(got, naive(np.asarray(logits_TE, np.float32), *args, k=2, renormalise=True, ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"k": 0}, "k: 0 is not in 1 to 8"),
+        ({"k": 9}, "k: 9 is not in 1 to 8"),
+        ({"ranks": 3}, "ranks: 3 does not divide 8 experts"),
+    ],
+)
+def test_refuses(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        route_and_count(*zeros(8), **{"k": 2, "renormalise": True, **wrong})
+
+
+def test_the_kernel_refuses_more_experts_than_fit():
+    assert route_and_count(*zeros(1024), k=2, renormalise=True).count_E.shape == (1024,)
+    with pytest.raises(ValueError, match="backend mosaic: 1024 experts on 1 ranks, not up to 512 on 64"):
+        route_and_count(*zeros(1024), k=2, renormalise=True, backend="mosaic")
+
+
+def zeros(experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.zeros((2, experts)), jnp.ones(2, bool), jnp.arange(experts)

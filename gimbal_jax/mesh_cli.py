@@ -1,0 +1,118 @@
+"""The ``gimbal mesh`` commands: plan a mesh, and show what its devices hold."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from gimbal_jax.config import MEMORY_UTILISATION, Exchange, MeshConfig
+from gimbal_jax.terminal import console, errors_said, fail
+
+mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before renting one, and look into it.")
+
+Model = Annotated[str, typer.Argument(help="Checkpoint folder, or a published model by name, as Qwen3-30B-A3B.")]
+Gpus = Annotated[str, typer.Option(help="Number and kind: H100, H200, A100-80, B200 or L40S, as in 4xH100.")]
+Dp = Annotated[int, typer.Option(min=1, help="DP engines.")]
+Tp = Annotated[int, typer.Option(min=1, help="Devices of each engine.")]
+
+
+@mesh_app.command()
+def plan(
+    model: Model,
+    gpus: Gpus,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = 64,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")] = 128,
+    token_budget: Annotated[int, typer.Option(min=1, help="Most tokens per engine and step.")] = 8192,
+    memory_utilisation: Annotated[
+        float, typer.Option(min=0.1, max=1, help="Share of each GPU's memory to use.")
+    ] = MEMORY_UTILISATION,
+    request_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a request, prompt and output.")] = 2000,
+    output_tokens: Annotated[int, typer.Option(min=1, help="How many of them are output.")] = 200,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Of weights and cache; auto is the model's own.")
+    ] = "auto",
+    exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = "gather",
+    tp: Annotated[int | None, typer.Option(min=1, help="Only the mesh with this many GPUs per engine.")] = None,
+    command: Annotated[bool, typer.Option("--command", help="Print the `gimbal serve` command, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """List every mesh of these GPUs for MODEL: what fits, what it costs, and which one to take."""
+    with errors_said():
+        from gimbal_jax.planning import plan_report as report
+        from gimbal_jax.planning.gpus import parse_gpus
+        from gimbal_jax.planning.models import find_model
+        from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest, plan_meshes, recommended, serve_command
+
+        name, architecture = find_model(model)
+        gpu, count = parse_gpus(gpus)
+        if request_tokens > architecture.max_position:
+            raise ValueError(f"--request-tokens {request_tokens} is beyond the model's {architecture.max_position}")
+        engine = replace(
+            GPU_ENGINE,
+            max_model_len=max(request_tokens, min(GPU_ENGINE.max_model_len, architecture.max_position)),
+            page_size=page_size,
+            max_rows=max_rows,
+            token_budget=token_budget,
+            exchange=exchange,
+        )
+        architecture = architecture if dtype == "auto" else replace(architecture, dtype=dtype)
+        request = PlanRequest(architecture, gpu, count, engine, memory_utilisation, request_tokens, output_tokens)
+        plans = plan_meshes(request)
+        if tp is not None:
+            plans = [one for one in plans if one.mesh.tp == tp]
+            if not plans:
+                raise ValueError(f"--tp {tp} does not divide {count} GPUs")
+        best = recommended(plans)
+        if command and best is not None:
+            print(shlex.join(serve_command(name, request, best.mesh)))
+        elif as_json:
+            print(json.dumps(report.plan_json(name, request, plans), indent=2))
+        elif not command:
+            out = Console()
+            print(report.heading(name, request))
+            if best is not None:
+                out.print(report.plan_table(request, plans))
+            for line in report.plan_lines(request, plans):
+                print(textwrap.fill(line, out.width, subsequent_indent="  "))
+        if best is None:
+            fail(report.nothing_fits(request, plans))
+
+
+@mesh_app.command()
+def show(
+    model: Model,
+    dp: Dp = 1,
+    tp: Tp = 1,
+    placement_file: Annotated[Path | None, typer.Option(help="Experts by this .npz file, else contiguous.")] = None,
+    layer: Annotated[int, typer.Option(min=0, help="MoE layer, from 0, whose experts are shown.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+) -> None:
+    """Show which device of a mesh holds what of MODEL."""
+    with errors_said():
+        from gimbal_jax.planning.models import find_model
+        from gimbal_jax.planning.picture import draw_mesh
+        from gimbal_jax.planning.show import shard_table, shards
+        from gimbal_jax.scheduler.counts_file import load_placement_of
+        from gimbal_jax.scheduler.placement import static_placement
+
+        name, architecture = find_model(model)
+        mesh, layers = MeshConfig(dp, tp), len(architecture.moe_layers)
+        if layer >= layers:
+            raise ValueError(f"--layer {layer}: must be from 0 to {layers - 1}")
+        if placement_file is None:
+            slots_E = static_placement(1, architecture.num_experts, 1)[0]
+        else:
+            slots_E = load_placement_of(placement_file, architecture, mesh)[layer]
+        held = shards(architecture, mesh, slots_E)
+        title = f"{name} on DP {dp} x TP {tp}, experts of MoE layer {layer}"
+        Console(highlight=False).print(shard_table(title, held))
+        if picture is not None:
+            draw_mesh(title, architecture, held, picture)
+            console.print(f"wrote {picture}")

@@ -1,0 +1,72 @@
+"""A planned mesh, checked by compiling what its server would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gimbal_jax.config import Exchange, MeshConfig, ServerConfig
+from gimbal_jax.planning.checks import Census, Finding, census, migration_findings, step_findings
+from gimbal_jax.planning.compiled import Program, StepKind, bucket_kinds, compile_migration, compile_step
+from gimbal_jax.planning.plan import PlanRequest, Refused, plan_mesh
+from gimbal_jax.serving.batch import Bucket
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One program of a planned mesh."""
+
+    config: ServerConfig
+    """With the KV pool of the plan."""
+    kind: StepKind | Literal["migration"]
+    bucket: Bucket | None
+    """(decode rows, prefill tiles); None for the migration."""
+    program: Program
+    findings: tuple[Finding, ...]
+
+    @property
+    def census(self) -> Census:
+        return census(self.program)
+
+
+def server_config(request: PlanRequest, mesh: MeshConfig) -> ServerConfig:
+    """Settings with the KV pool that the plan claims. ValueError if the mesh does not serve the model."""
+    plan = plan_mesh(request, mesh)
+    if isinstance(plan, Refused):
+        raise ValueError(f"dp {mesh.dp} x tp {mesh.tp}: {plan.reason}")
+    engine = replace(request.engine, num_pages=plan.kv_tokens // request.engine.page_size)
+    return ServerConfig(mesh, engine, placement=request.placement)
+
+
+def check_plan(
+    request: PlanRequest,
+    mesh: MeshConfig,
+    *,
+    exchanges: tuple[Exchange, ...] = ("gather", "sparse"),
+    layers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Checked]:
+    """Compile and check every kind of step by each exchange, and the migration.
+
+    Args:
+      request: model, GPUs and limits.
+      mesh: dp * tp of ``request.count`` GPUs.
+      exchanges: forms of the MoE exchange.
+      layers: see ``compile_step``.
+      progress: called with the number done and in all.
+    """
+    config = server_config(request, mesh)
+    kinds = bucket_kinds(config)
+    total, done = len(exchanges) * len(kinds) + 1, 0
+    progress(done, total)
+    program = compile_migration(request.model, config, request.gpu)
+    yield Checked(config, "migration", None, program, tuple(migration_findings(program, request.model, config)))
+    for exchange in exchanges:
+        chosen = replace(config, engine=replace(config.engine, exchange=exchange))
+        for kind, bucket in kinds.items():
+            progress(done := done + 1, total)
+            program = compile_step(request.model, chosen, request.gpu, bucket, layers)
+            findings = step_findings(program, request.model, chosen, request.gpu, bucket, request.utilisation)
+            yield Checked(chosen, kind, bucket, program, tuple(findings))
+    progress(total, total)

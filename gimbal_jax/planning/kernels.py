@@ -1,0 +1,143 @@
+"""What the Mosaic GPU kernels of a program need of a GPU, as its compiler says, with no GPU there.
+
+The assembler tells registers and spills on standard output, where MOSAIC_GPU_DUMP_PTXAS is set to 1 before the process
+compiles its first kernel. It tells them once per kernel and process: XLA compiles a kernel that it has seen no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+PTXAS = re.compile(
+    r"Compiling entry function '(?P<name>\w+)_mosaic_gpu_kernel'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Of one kernel: registers and bytes of local memory per thread, bytes of shared memory per block."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class CompiledKernels:
+    """A compiled program and its Mosaic GPU kernels, each once, in the order of their calls."""
+
+    program: jax.stages.Compiled
+    kernels: tuple[KernelResources, ...]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Device memory between the program's operations, beside arguments and results."""
+        memory: Any = self.program.memory_analysis()
+        return memory.temp_size_in_bytes
+
+
+def compile_with_kernels(
+    function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, device: jax.Device, known: dict[bytes, KernelResources]
+) -> CompiledKernels:
+    """``function`` compiled for ``device``, which need not exist (see ``compile_only_devices``).
+
+    Args:
+      function: jitted here, unless it is already.
+      shapes: its arguments; all of them go to ``device``.
+      device: what to compile for.
+      known: the kernels of this process by hash; kept by the caller, extended here.
+
+    RuntimeError if the assembler was silent about a new kernel.
+    """
+    sharding = SingleDeviceSharding(device)
+    placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    with jax.default_device(device):
+        lowered = jitted.lower(*placed)
+    called = {call.hash: call for call in _kernel_calls(lowered)}
+    with tempfile.TemporaryFile("w+") as output, _standard_output_to(output):
+        program = lowered.compile()
+        _flush_c()
+        output.seek(0)
+        told = list(PTXAS.finditer(output.read()))
+    for call in called.values():
+        if call.hash in known:
+            continue
+        # Kernels of one name differ in their hashes only, which the assembler does not know: it tells them in turn.
+        line = next((line for line in told if line["name"] == call.name), None)
+        if line is None:
+            raise RuntimeError(
+                f"no resources of kernel {call.name}: set MOSAIC_GPU_DUMP_PTXAS=1 before the first compile"
+            )
+        told.remove(line)
+        known[call.hash] = KernelResources(
+            call.name,
+            registers=int(line["registers"]),
+            stack_bytes=int(line["stack"]),
+            spill_store_bytes=int(line["stores"]),
+            spill_load_bytes=int(line["loads"]),
+            shared_memory_bytes=call.shared_memory_bytes,
+        )
+    return CompiledKernels(program, tuple(known[hash] for hash in called))
+
+
+@dataclass(frozen=True)
+class _KernelCall:
+    hash: bytes
+    name: str
+    shared_memory_bytes: int
+
+
+def _kernel_calls(lowered: jax.stages.Lowered) -> Iterator[_KernelCall]:
+    module: Any = lowered.compiler_ir()
+    module.context.allow_unregistered_dialects = True
+    for op in _operations(module.operation):
+        if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == "mosaic_gpu_v2":
+            config = op.attributes["mhlo.backend_config"]
+            kernel = type(module).parse(config["module"].value_bytes, module.context).operation
+            launch = next(op for op in _operations(kernel) if op.name.endswith("gpu.launch"))
+            shared = launch.operands[len(launch.operands) - 1].owner.attributes["value"].value
+            yield _KernelCall(config["kernel_hash"].value_bytes, kernel.attributes["sym_name"].value, shared)
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    """The operation and all inside it."""
+    yield operation
+    for region in operation.regions:
+        for block in region:
+            for child in block:
+                yield from _operations(child.operation)
+
+
+@contextmanager
+def _standard_output_to(file: IO[str]) -> Iterator[None]:
+    """What C writes, too."""
+    _flush_c()
+    saved = os.dup(1)
+    os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        _flush_c()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _flush_c() -> None:
+    ctypes.CDLL(None).fflush(None)

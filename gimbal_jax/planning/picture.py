@@ -1,0 +1,74 @@
+"""A picture of a mesh: one card a device, drawn by engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from gimbal_jax.config import ModelConfig
+from gimbal_jax.planning.show import Shard, ranges
+
+CELLS_PER_LINE = 16
+
+
+def draw_mesh(title: str, model: ModelConfig, held: Sequence[Shard], path: Path) -> None:
+    """Write a picture: engines as rows, their devices as cards with heads, vocabulary and experts.
+
+    An expert's colour is that of the device that holds it without a placement, so that moved ones stand out.
+    """
+    engines = held[-1].engine + 1
+    tp, slots = len(held) // engines, len(held[0].experts)
+    lines = -(-slots // CELLS_PER_LINE)
+    width, height = 4.2 * tp + 0.6, (1.5 + 0.24 * lines) * engines + 0.9
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    home = colormaps["Spectral"](np.linspace(0.1, 0.9, len(held)))
+    grid = figure.subplots(engines, tp, squeeze=False)
+    for shard in held:
+        axes = grid[shard.engine, shard.rank % tp]
+        _card(axes, shard, lines)
+        for slot, expert in enumerate(shard.experts):
+            _expert(
+                axes, slot, expert, home[expert * len(held) // model.num_experts], moved=expert // slots != shard.rank
+            )
+    figure.savefig(path, dpi=150)
+
+
+def _card(axes: Axes, shard: Shard, lines: int) -> None:
+    axes.set_xlim(-0.6, CELLS_PER_LINE + 0.6)
+    axes.set_ylim(lines + 0.8, -5.4)
+    axes.set_axis_off()
+    box = (-0.4, -5.2), CELLS_PER_LINE + 0.8, lines + 5.8
+    axes.add_patch(
+        FancyBboxPatch(*box, boxstyle="round,pad=0,rounding_size=0.4", facecolor="#f7f7f9", edgecolor="#888")
+    )
+    copies = f" ({shard.kv_copies} copies)" if shard.kv_copies > 1 else ""
+    axes.text(0, -4.0, f"device {shard.rank}", fontsize=11, fontweight="bold", va="center")
+    axes.text(CELLS_PER_LINE, -4.0, f"engine {shard.engine}", fontsize=10, ha="right", va="center", color="#555")
+    text = f"heads {ranges(shard.heads)}    KV heads {ranges(shard.kv_heads)}{copies}"
+    axes.text(0, -2.6, text, fontsize=9, va="center")
+    axes.text(0, -1.5, f"vocabulary {ranges(shard.vocabulary)}", fontsize=9, va="center")
+    axes.text(0, -0.5, "experts", fontsize=9, va="center")
+
+
+def _expert(axes: Axes, slot: int, expert: int, colour: np.ndarray, *, moved: bool) -> None:
+    x, y = slot % CELLS_PER_LINE, slot // CELLS_PER_LINE
+    edge = ("black", 1.4) if moved else ("white", 0.6)
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=edge[0], linewidth=edge[1], zorder=2 + moved))
+    dark = float(colour[:3] @ np.array([0.299, 0.587, 0.114])) < 0.55
+    axes.text(
+        x + 0.5,
+        y + 0.52,
+        str(expert),
+        fontsize=5.5,
+        ha="center",
+        va="center",
+        color="white" if dark else "black",
+        zorder=4,
+    )

@@ -1,0 +1,73 @@
+"""Compiles the server's programs for GPUs that are not there, checks them, and writes the table of docs/cuda.md.
+
+Runs in the environment that `make cuda-check` makes. Without options it compiles two layers of every program and
+extends the sizes to all of them; `--layers 0` compiles all layers, which takes much longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+
+from gimbal_jax.config import MeshConfig
+from gimbal_jax.model.hf_config import PRESETS
+from gimbal_jax.planning.check import check_plan
+from gimbal_jax.planning.check_report import markdown, row, table
+from gimbal_jax.planning.gpus import parse_gpus
+from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
+from gimbal_jax.terminal import console, progress_bar
+
+PLANS = (
+    ("Qwen3-30B-A3B", "4xH100", ((2, 2), (1, 4), (4, 1))),
+    ("Qwen3-235B-A22B", "8xH100", ((2, 4),)),
+    ("Qwen3-235B-A22B", "8xH200", ((2, 4),)),
+)
+"""Model, GPUs, and the (dp, tp) that are checked."""
+LEAST_KV_TOKENS = {("Qwen3-30B-A3B", "4xH100", (2, 2)): 950_000}
+"""KV pools that we promise, per engine."""
+DOCUMENT = Path(__file__).parents[1] / "docs" / "cuda.md"
+BEGIN, END = "<!-- written by scripts/cuda_check.py -->\n", "<!-- end of what it writes -->\n"
+
+
+def main(
+    layers: Annotated[int, typer.Option(min=0, help="Layers to compile of each model; 0 for all.")] = 2,
+    write: Annotated[bool, typer.Option("--write", help="Write the table into docs/cuda.md.")] = False,
+) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
+    rows, broken, started = [], [], time.monotonic()
+    for name, gpus, meshes in PLANS:
+        gpu, count = parse_gpus(gpus)
+        for dp, tp in meshes:
+            request = PlanRequest(PRESETS[name], gpu, count, GPU_ENGINE)
+            with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
+                for one in check_plan(request, MeshConfig(dp, tp), layers=layers or None, progress=progress):
+                    rows.append(row(name, request, one))
+                    broken += [f"{name} {gpus} {dp} x {tp} {one.kind}: {finding}" for finding in one.findings]
+            tokens = one.config.engine.num_pages * one.config.engine.page_size
+            least = LEAST_KV_TOKENS.get((name, gpus, (dp, tp)), 0)
+            if tokens < least:
+                broken.append(f"{name} {gpus} {dp} x {tp}: kv pool: {tokens:,} tokens per engine, want {least:,}")
+    Console(width=250).print(table(rows))
+    for line in broken:
+        console.print(line)
+    minutes = (time.monotonic() - started) / 60
+    console.print(f"{len(rows)} programs in {minutes:.1f} minutes, {len(broken)} findings")
+    if write:
+        before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
+        how = f"`python scripts/cuda_check.py --layers {layers} --write`, jax {jax.__version__}, {platform.machine()}"
+        text = f"{how}, {minutes:.0f} minutes on this machine:\n\n{markdown(rows)}"
+        DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        console.print(f"wrote {DOCUMENT}")
+    raise typer.Exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""What every Mosaic GPU kernel needs of an H100: registers, spills and shared memory, with no GPU at hand.
+
+XLA's CUDA compiler must be installed, as `make cuda-check` does. `report` gives the rows to other programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gimbal_jax.pallas_kernels import route_and_count
+from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.kernels import KernelResources, compile_with_kernels
+from gimbal_jax.planning.target import compile_only_devices
+from tests.pallas_kernels.shapes import ROUTING
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program to compile."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one case."""
+
+    case: str
+    kernel: KernelResources
+    temporary_bytes: int
+    """Of the case's whole program."""
+    compile_s: float
+
+
+def routing() -> Iterator[Case]:
+    for name, of in ROUTING.items():
+        yield Case(
+            f"{name}: T {of.tokens}, E {of.experts}, k {of.k}, R {of.ranks}",
+            partial(route_and_count, k=of.k, renormalise=True, ranks=of.ranks, backend="mosaic"),
+            (
+                jax.ShapeDtypeStruct((of.tokens, of.experts), jnp.float32),
+                jax.ShapeDtypeStruct((of.tokens,), jnp.bool_),
+                jax.ShapeDtypeStruct((of.experts,), jnp.int32),
+            ),
+        )
+
+
+CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing,)
+"""The cases of every operation that has a kernel."""
+
+
+def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
+    """Compile the cases one by one; the environment must say MOSAIC_GPU_DUMP_PTXAS=1."""
+    device, known = compile_only_devices(gpu_kinds()[gpu], 1)[0], dict[bytes, KernelResources]()
+    for case in cases:
+        started = time.perf_counter()
+        compiled = compile_with_kernels(case.function, *case.arguments, device=device, known=known)
+        seconds = time.perf_counter() - started
+        yield from (Row(case.name, kernel, compiled.temporary_bytes, seconds) for kernel in compiled.kernels)
+
+
+def table(rows: list[Row]) -> Table:
+    columns = ["case", "kernel", "registers", "spilled bytes", "shared KiB", "temporaries KiB", "compiled in s"]
+    out = Table(*columns)
+    for column in out.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        spilled = row.kernel.spill_store_bytes + row.kernel.spill_load_bytes
+        numbers = (row.kernel.registers, spilled)
+        sizes = (row.kernel.shared_memory_bytes / 1024, row.temporary_bytes / 1024, row.compile_s)
+        out.add_row(row.case, row.kernel.name, *map(str, numbers), *(f"{size:.1f}" for size in sizes))
+    return out
+
+
+def main(
+    out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON here.")] = None,
+) -> None:
+    """Compile every kernel for an H100 and print what it needs."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    jax.config.update("jax_platforms", "cpu")
+    rows = list(report(case for cases in CASES for case in cases()))
+    Console().print(table(rows))
+    if out:
+        out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

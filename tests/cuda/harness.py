@@ -1,0 +1,30 @@
+"""Compiling for one H100."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+
+from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.kernels import CompiledKernels, KernelResources, compile_with_kernels
+from gimbal_jax.planning.target import compile_only_devices
+
+_known: dict[bytes, KernelResources] = {}
+
+
+@cache
+def h100() -> jax.Device:
+    return compile_only_devices(gpu_kinds()["H100"], 1)[0]
+
+
+def compile_for_h100(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> CompiledKernels:
+    """The compiled program, its temporaries and its kernels' registers, spills and shared memory.
+
+    Compile every kernel through here: one that this process compiled elsewhere before has no resources to tell.
+    """
+    return compile_with_kernels(function, *shapes, device=h100(), known=_known)
+
+
+def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)

@@ -1,0 +1,65 @@
+"""The GPU kinds of gpus.toml, and how users name them."""
+
+import pytest
+
+from gimbal_jax.pallas_kernels import backend_of
+from gimbal_jax.planning.gpus import Gpu, gpu_kinds, parse_gpus
+
+KINDS = gpu_kinds()
+
+
+def test_the_kinds_that_users_rent_are_there():
+    assert list(KINDS) == ["H100", "H200", "A100-80", "B200", "L40S"]
+
+
+@pytest.mark.parametrize("gpu", KINDS.values(), ids=KINDS)
+def test_facts_are_plausible(gpu: Gpu):
+    assert gpu.description.startswith("NVIDIA ")
+    assert 40e9 < gpu.memory_bytes < 300e9
+    # A wrong unit is off by at least eight.
+    assert 10 < gpu.memory_bytes / gpu.bandwidth * 1e3 < 80  # ms to read it all
+    assert 100 < gpu.bf16_flops / gpu.bandwidth < 500  # FLOP per byte
+    assert 5 < gpu.bandwidth / gpu.link_bandwidth < 30
+    assert 900 < gpu.bf16_flops / (gpu.cores * gpu.clock_ghz * 1e9) < 9000  # FLOP per clock and core
+    assert 30e6 < gpu.l2_bytes < 200e6
+    # A block may have all of a core's shared memory but the 1 KiB that CUDA keeps.
+    assert gpu.shared_memory_per_core - gpu.shared_memory_per_block == 1024
+
+
+def test_link_bandwidth_is_of_one_direction():
+    assert {name: gpu.link_bandwidth / 1e9 for name, gpu in KINDS.items()} == {
+        "H100": 450,
+        "H200": 450,
+        "A100-80": 300,
+        "B200": 900,
+        "L40S": 32,
+    }
+
+
+@pytest.mark.parametrize("gpu", KINDS.values(), ids=KINDS)
+def test_backend_is_what_a_device_of_that_kind_runs(gpu: Gpu):
+    class Device:
+        platform = "gpu"
+        compute_capability = "{}.{}".format(*gpu.compute_capability)
+
+    assert gpu.backend == backend_of(Device())
+
+
+@pytest.mark.parametrize(("text", "name", "count"), [("4xH100", "H100", 4), ("16xa100-80", "A100-80", 16)])
+def test_number_and_kind(text, name, count):
+    assert parse_gpus(text) == (KINDS[name], count)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("H100", "--gpus H100: must be a number and a kind, as in 4xH100"),
+        ("0xH100", "--gpus 0xH100: must be a number and a kind"),
+        ("4 x H100", "--gpus 4 x H100: must be a number"),
+        ("4xV100", "--gpus 4xV100: the kind must be one of H100, H200, A100-80, B200, L40S"),
+    ],
+)
+def test_what_is_not_understood_is_refused(text, message):
+    with pytest.raises(ValueError) as refused:
+        parse_gpus(text)
+    assert str(refused.value).startswith(message)
