@@ -269,6 +269,8 @@ async def _serve(
     """
     from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
     from gimbal_jax.model.sharding import check_mesh
+    from gimbal_jax.model.step import check_kernels
+    from gimbal_jax.pallas_kernels import backend_of
     from gimbal_jax.scheduler.counts_file import load_placement_of
     from gimbal_jax.serving.batch import step_buckets
     from gimbal_jax.serving.counts_dump import CountsDump
@@ -288,6 +290,7 @@ async def _serve(
     step_buckets(config.engine, config.mesh.tp)
     dtype = dtype if dtype != "auto" else "float32" if devices[0].platform == "cpu" else model.dtype
     model = replace(model, dtype=dtype)
+    check_kernels(model, config.engine, config.mesh.tp, dtype, backend_of(devices[0]))
     start_LE = load_placement_of(paths.placement, model, config.mesh) if paths.placement else None
     dump = None
     if paths.dump_counts is not None:

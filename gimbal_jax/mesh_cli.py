@@ -1,8 +1,9 @@
-"""The ``gimbal mesh`` commands: plan a mesh, and show what its devices hold."""
+"""The ``gimbal mesh`` commands: plan a mesh, check it by compiling for it, and show what its devices hold."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import textwrap
 from dataclasses import replace
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from gimbal_jax.config import MEMORY_UTILISATION, Exchange, MeshConfig
-from gimbal_jax.terminal import console, errors_said, fail
+from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 
 mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before renting one, and look into it.")
 
@@ -21,18 +22,22 @@ Model = Annotated[str, typer.Argument(help="Checkpoint folder, or a published mo
 Gpus = Annotated[str, typer.Option(help="Number and kind: H100, H200, A100-80, B200 or L40S, as in 4xH100.")]
 Dp = Annotated[int, typer.Option(min=1, help="DP engines.")]
 Tp = Annotated[int, typer.Option(min=1, help="Devices of each engine.")]
+PageSize = Annotated[int, typer.Option(min=1, help="Tokens per KV page.")]
+MaxRows = Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")]
+TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens per engine and step.")]
+Utilisation = Annotated[float, typer.Option(min=0.1, max=1, help="Share of each GPU's memory to use.")]
+CHECKED_MODEL_LEN = 32768
+"""Greatest length of the servers that `check` compiles: longer tables, and more that a dense copy would cost."""
 
 
 @mesh_app.command()
 def plan(
     model: Model,
     gpus: Gpus,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = 64,
-    max_rows: Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")] = 128,
-    token_budget: Annotated[int, typer.Option(min=1, help="Most tokens per engine and step.")] = 8192,
-    memory_utilisation: Annotated[
-        float, typer.Option(min=0.1, max=1, help="Share of each GPU's memory to use.")
-    ] = MEMORY_UTILISATION,
+    page_size: PageSize = 64,
+    max_rows: MaxRows = 128,
+    token_budget: TokenBudget = 8192,
+    memory_utilisation: Utilisation = MEMORY_UTILISATION,
     request_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a request, prompt and output.")] = 2000,
     output_tokens: Annotated[int, typer.Option(min=1, help="How many of them are output.")] = 200,
     dtype: Annotated[
@@ -83,6 +88,46 @@ def plan(
                 print(textwrap.fill(line, out.width, subsequent_indent="  "))
         if best is None:
             fail(report.nothing_fits(request, plans))
+
+
+@mesh_app.command()
+def check(
+    model: Model,
+    gpus: Gpus,
+    dp: Dp = 1,
+    tp: Tp = 1,
+    page_size: PageSize = 64,
+    max_rows: MaxRows = 128,
+    token_budget: TokenBudget = 8192,
+    memory_utilisation: Utilisation = MEMORY_UTILISATION,
+    layers: Annotated[int, typer.Option(min=0, help="Compile so many layers and add up the others; 0 for all.")] = 2,
+) -> None:
+    """Compile what a server of MODEL would run on this mesh, and check memory, collectives, donation and kernels.
+
+    No GPU is needed, but XLA's CUDA compiler, and JAX_PLATFORMS=cpu: see docs/cuda.md.
+    """
+    with errors_said():
+        from gimbal_jax.planning.check import check_plan
+        from gimbal_jax.planning.check_report import row, table
+        from gimbal_jax.planning.gpus import parse_gpus
+        from gimbal_jax.planning.models import find_model
+        from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
+
+        name, architecture = find_model(model)
+        gpu, count = parse_gpus(gpus)
+        longest = min(CHECKED_MODEL_LEN, architecture.max_position)
+        engine = replace(
+            GPU_ENGINE, max_model_len=longest, page_size=page_size, max_rows=max_rows, token_budget=token_budget
+        )
+        request = PlanRequest(architecture, gpu, count, engine, memory_utilisation)
+        logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
+        with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
+            checked = list(check_plan(request, MeshConfig(dp, tp), layers=layers or None, progress=progress))
+        Console().print(table([row(name, request, one) for one in checked]))
+        findings = [f"{one.kind}: {finding}" for one in checked for finding in one.findings]
+        for line in findings:
+            console.print(line)
+    raise typer.Exit(1 if findings else 0)
 
 
 @mesh_app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,7 @@ def main(
     for name, gpus, meshes in PLANS:
         gpu, count = parse_gpus(gpus)
         for dp, tp in meshes:
-            request = PlanRequest(PRESETS[name], gpu, count, GPU_ENGINE)
+            request = PlanRequest(PRESETS[name], gpu, count, replace(GPU_ENGINE, max_model_len=32768))
             with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
                 for one in check_plan(request, MeshConfig(dp, tp), layers=layers or None, progress=progress):
                     rows.append(row(name, request, one))

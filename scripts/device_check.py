@@ -54,7 +54,7 @@ from scripts.device_checks.compiled import compiled_for_h100
 from scripts.device_checks.full_model import check_model, model_speed
 from scripts.device_checks.machine import machine
 from scripts.device_checks.numerics import check_attention, check_ffn, check_route
-from scripts.device_checks.parts import Execute, Part, brief, in_a_child, in_this_process, run_parts
+from scripts.device_checks.parts import Execute, Part, brief, in_a_child, in_this_process, quiet, run_parts
 from scripts.device_checks.setting import FULL, TINY, Setting
 from scripts.device_checks.speed import attention_speed, ceilings, ffn_speed, route_speed
 from scripts.device_checks.transformers_peer import transformers_speed
@@ -76,7 +76,7 @@ PARTS: tuple[Part, ...] = (
 SHOWN = {
     "machine": ("name", "driver", "jax"),
     "ceilings": ("tflops", "tb_per_s"),
-    "route_speed": ("fused", "xla", "faster_than_xla", "counting_share"),
+    "route_speed": ("fused", "xla", "faster_than_xla", "over_uncounted"),
     "ffn_speed": ("tflops", "tflops_share", "tb_per_s", "tb_per_s_share"),
     "attention_speed": ("tflops", "tflops_share", "tb_per_s", "tb_per_s_share"),
     "model_speed": ("layers", "wall_s", "step", "back_to_back", "back_to_back_over_weight_floor"),
@@ -128,6 +128,7 @@ def main(
         if (found := backend_found(setting)) != "mosaic":
             fail(f"no Hopper or newer NVIDIA GPU here ({found}); try --dry-run")
 
+    quiet()
     console.print(f"seed {seed}")
     records = run_parts(parts, setting, budget_s, execute, time.monotonic, console.print)
     facts = {"dry_run": dry_run, "seed": seed, "backend": setting.backend, "budget_s": budget_s}

@@ -17,14 +17,15 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import typer
+from jax.typing import DTypeLike
 from rich.console import Console
 from rich.table import Table
 
-from gimbal_jax.pallas_kernels import route_and_count
+from gimbal_jax.pallas_kernels import paged_attention, route_and_count
 from gimbal_jax.planning.gpus import gpu_kinds
 from gimbal_jax.planning.kernels import KernelResources, compile_with_kernels
 from gimbal_jax.planning.target import compile_only_devices
-from tests.pallas_kernels.shapes import ROUTING
+from tests.pallas_kernels.shapes import QWEN3_ATTENTION, ROUTING
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,32 @@ def routing() -> Iterator[Case]:
             f"{name}: T {of.tokens}, E {of.experts}, k {of.k}, R {of.ranks}",
             partial(route_and_count, k=of.k, renormalise=True, ranks=of.ranks, backend="mosaic"),
             (
-                jax.ShapeDtypeStruct((of.tokens, of.experts), jnp.float32),
-                jax.ShapeDtypeStruct((of.tokens,), jnp.bool_),
-                jax.ShapeDtypeStruct((of.experts,), jnp.int32),
+                array(jnp.float32, of.tokens, of.experts),
+                array(jnp.bool_, of.tokens),
+                array(jnp.int32, of.experts),
             ),
         )
 
 
-CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing,)
-"""The cases of every operation that has a kernel."""
+def attention() -> Iterator[Case]:
+    for name, of in QWEN3_ATTENTION.items():
+        pages = array(jnp.bfloat16, of.num_pages, of.page_size, of.kv_heads, of.dim)
+        q_GQHD = array(jnp.bfloat16, of.groups, of.queries, of.heads, of.dim)
+        table_GM = array(jnp.int32, of.groups, of.pages_per_row)
+        of_group = array(jnp.int32, of.groups)
+        yield Case(
+            f"{name}: G {of.groups}, Q {of.queries}, H {of.heads}, K {of.kv_heads}, page {of.page_size}",
+            partial(paged_attention, backend="mosaic"),
+            (q_GQHD, pages, pages, table_GM, of_group, of_group),
+        )
+
+
+def array(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing, attention)
+"""The cases of every operation that has a kernel of ours."""
 
 
 def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
@@ -75,8 +93,7 @@ def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> Table:
-    columns = ["case", "kernel", "registers", "spilled bytes", "shared KiB", "temporaries KiB", "compiled in s"]
-    out = Table(*columns)
+    out = Table("case", "kernel", "registers", "spilled B", "shared KiB", "temporary KiB", "compiled s")
     for column in out.columns[2:]:
         column.justify = "right"
     for row in rows:
@@ -94,7 +111,7 @@ def main(
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.config.update("jax_platforms", "cpu")
     rows = list(report(case for cases in CASES for case in cases()))
-    Console().print(table(rows))
+    Console(width=140).print(table(rows))
     if out:
         out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 

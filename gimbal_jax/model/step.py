@@ -16,6 +16,8 @@ from gimbal_jax.model.inputs import StepInputs, StepOutputs, rows_and_tiles
 from gimbal_jax.model.sampling import sample
 from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
 from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
+from gimbal_jax.pallas_kernels import Backend
+from gimbal_jax.pallas_kernels.paged_attention_mosaic import mosaic_limits
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +28,14 @@ class DeviceState:
     pages: list[KVPages]
     counts_STLE: jax.Array
     """int32 tokens per (source, tp rank, MoE layer, expert) since it was last zeroed."""
+
+
+def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any, backend: Backend) -> None:
+    """Raise ValueError, naming every rule that a step of this model would break for the backend's kernels."""
+    if backend != "xla":
+        heads_per_kv_head = config.num_heads // kv_heads_in_cache(config, tp)
+        if limits := mosaic_limits(dtype, config.head_dim, engine.page_size, heads_per_kv_head):
+            raise ValueError("; ".join(limits))
 
 
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:

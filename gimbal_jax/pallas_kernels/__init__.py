@@ -8,4 +8,12 @@ from gimbal_jax.pallas_kernels.grouped_matmul import grouped_ffn, grouped_ffn_re
 from gimbal_jax.pallas_kernels.paged_attention import paged_attention
 from gimbal_jax.pallas_kernels.route_and_count import Routing, route_and_count
 
-__all__ = ["Backend", "Routing", "backend_of", "grouped_ffn", "grouped_ffn_reference", "paged_attention", "route_and_count"]
+__all__ = [
+    "Backend",
+    "Routing",
+    "backend_of",
+    "grouped_ffn",
+    "grouped_ffn_reference",
+    "paged_attention",
+    "route_and_count",
+]

@@ -148,7 +148,7 @@ def route_blocks(
 
         for_chunks(mark_chosen, None)
         mark(on_ranks, sent, send_BR.at[block])
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the products read what all warps wrote; interpreting would not show a race here
 
         sent = jnp.where(_spread(valid, on_ranks), sent, 0.0)
         place = jnp.where(sent > 0, _earlier(below_s, marks_s, on_ranks), -1.0)

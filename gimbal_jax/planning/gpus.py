@@ -29,6 +29,10 @@ class Gpu:
     compute_capability: tuple[int, int]
     cores: int
     """Streaming multiprocessors."""
+    threads_per_core: int
+    """Most that one multiprocessor holds."""
+    fpus_per_core: int
+    """Its float32 lanes."""
     l2_bytes: int
     clock_ghz: float
     shared_memory_per_core: int
@@ -38,7 +42,7 @@ class Gpu:
     @property
     def backend(self) -> Backend:
         """Form of the kernels that it runs, as ``backend_of`` would say."""
-        return "mosaic" if self.compute_capability >= (int(HOPPER), 0) else "xla"
+        return "mosaic" if self.compute_capability[0] == HOPPER else "xla"
 
 
 @cache

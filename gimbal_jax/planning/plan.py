@@ -15,6 +15,7 @@ from gimbal_jax.config import (
 )
 from gimbal_jax.model.memory import DeviceBytes, device_bytes
 from gimbal_jax.model.sharding import check_mesh
+from gimbal_jax.model.step import check_kernels
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds, tensor_parallel_bytes
 from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.serving.batch import step_buckets
@@ -99,6 +100,7 @@ def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
     r, model, engine = request, request.model, request.engine
     try:
         check_mesh(model, mesh)
+        check_kernels(model, engine, mesh.tp, model.dtype, r.gpu.backend)
         bucket = step_buckets(engine, mesh.tp)[-1]
     except ValueError as error:
         return Refused(mesh, str(error), 0)

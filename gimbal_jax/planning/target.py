@@ -33,7 +33,8 @@ def _target_config(gpu: Gpu) -> str:
     major, minor = gpu.compute_capability
     return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  threads_per_core_limit: {gpu.threads_per_core} fpus_per_core: {gpu.fpus_per_core}
   shared_memory_per_block: 49152 shared_memory_per_core: {gpu.shared_memory_per_core}
   shared_memory_per_block_optin: {gpu.shared_memory_per_block}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536

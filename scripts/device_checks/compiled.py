@@ -21,7 +21,7 @@ from scripts.device_checks import numerics, speed
 from scripts.device_checks.parts import AbsentError, Result
 from scripts.device_checks.random_model import engine_of, first_layers
 from scripts.device_checks.setting import FULL, Setting
-from scripts.device_checks.timing import Timed, looped
+from scripts.device_checks.timing import Timed, fast_key, looped
 
 STEP_LAYERS = 2
 """Of the model whose step is compiled: the others are the same."""
@@ -75,7 +75,7 @@ def programs(setting: Setting) -> Iterator[tuple[str, Any, Any]]:
     }
     for part, programs in timed.items():
         for one in programs:
-            arguments = jax.eval_shape(one.make, jax.random.key(setting.seed))
+            arguments = jax.eval_shape(one.make, fast_key(setting.seed))
             yield f"{part} timed, {one.name}", looped(one.op, setting.sizes.rounds), arguments
 
 

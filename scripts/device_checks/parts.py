@@ -6,6 +6,7 @@ other part's CUDA context, and all memory is free again when it ends.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 import traceback
@@ -137,7 +138,13 @@ def in_a_child(part: Part, setting: Setting, limit_s: float) -> Iterator[Result]
         child.join()
 
 
+def quiet() -> None:
+    """tokamax warns at every shape that nobody tuned: not news here."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
 def _child(part: Part, setting: Setting, pipe: Connection) -> None:
+    quiet()
     try:
         for result in part.run(setting):
             pipe.send(("result", result))

@@ -21,6 +21,7 @@ from gimbal_jax.serving.batch import stack
 from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.serving.request import SamplingParams
 from scripts.device_checks.setting import Sizes
+from scripts.device_checks.timing import fast_key
 
 SPARE_BYTES = 3 * 10**9
 """Left for what a step needs besides weights and pages."""
@@ -56,7 +57,7 @@ class RandomModel:
 def random_model(config: ModelConfig, engine: EngineConfig, seed: int) -> RandomModel:
     """Made on the device; the host holds no copy."""
     graph, abstract = abstract_model(config, jnp.bfloat16, _mesh())
-    for_weights, for_pages = jax.random.split(jax.random.key(seed))
+    for_weights, for_pages = jax.random.split(fast_key(seed))
     return RandomModel(
         config,
         engine,

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from gimbal_jax.pallas_kernels.route_and_count import route_and_count_reference
 from scripts.device_checks.parts import Result
 from scripts.device_checks.setting import Setting
-from scripts.device_checks.timing import Timed, time_together
+from scripts.device_checks.timing import Timed, fast_key, time_together
 
 SETS = 2
 """Argument sets that a timed call takes in turn; together their weights or pages outgrow the L2 cache."""
-COUNTING_TARGET = 0.01
 FUSED_TARGET = 3.0
-"""Issue's targets: counting costs at most this share, and the fused kernel is this much faster than plain XLA."""
+"""The fused kernel is at least this much faster than plain XLA."""
+COUNTING_TARGET = 1.01
+"""And takes at most this share of routing and mapping that counts nothing (paper, Figure 13)."""
 
 
 def ceilings(setting: Setting) -> Iterator[Result]:
@@ -48,23 +49,24 @@ def ceiling_cases(setting: Setting) -> tuple[Timed, Timed]:
 
 
 def route_speed(setting: Setting) -> Iterator[Result]:
-    """The kernel against plain XLA, and against routing and mapping that counts nothing (the paper's Figure 13)."""
+    """The kernel against plain XLA, and against plain XLA that only routes and maps: it has no form of its own
+    that counts nothing. ``xla_over_uncounted`` is what counting costs where it is not fused."""
     for cases in route_cases(setting):
         fused, plain, uncounted = _measure(setting, cases)
+        times = {"fused": fused, "xla": plain, "xla_without_counting": uncounted}
         faster = plain["median_us"] / fused["median_us"]
-        counting = fused["median_us"] / uncounted["median_us"] - 1
+        counting = fused["median_us"] / uncounted["median_us"]
         yield (
             cases[0].name,
             {
-                "fused": fused,
-                "xla": plain,
-                "xla_without_counting": uncounted,
+                **times,
                 "faster_than_xla": faster,
-                "faster_target": FUSED_TARGET,
-                "faster_met": faster >= FUSED_TARGET,
-                "counting_share": counting,
-                "counting_target": COUNTING_TARGET,
-                "counting_met": counting <= COUNTING_TARGET,
+                "faster_than_xla_target": FUSED_TARGET,
+                "faster_than_xla_met": faster >= FUSED_TARGET,
+                "over_uncounted": counting,
+                "over_uncounted_target": COUNTING_TARGET,
+                "over_uncounted_met": counting <= COUNTING_TARGET,
+                "xla_over_uncounted": plain["median_us"] / uncounted["median_us"],
             },
         )
 
@@ -188,7 +190,7 @@ def _attention_arguments(
 
 
 def _measure(setting: Setting, cases: Sequence[Timed]) -> list[dict[str, float]]:
-    key = jax.random.key(setting.seed)
+    key = fast_key(setting.seed)
     return time_together(cases, key, setting.sizes.samples, setting.sizes.rounds)
 
 

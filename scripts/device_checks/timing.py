@@ -26,6 +26,11 @@ class Timed:
     """Work of one call, for rates."""
 
 
+def fast_key(seed: int) -> jax.Array:
+    """A random key whose numbers are quick to make by the tens of gigabytes."""
+    return jax.random.key(seed, impl="rbg")
+
+
 def looped(op: Callable[..., Any], rounds: int) -> Callable[..., jax.Array]:
     """A program that calls ``op`` on every set in turn, ``rounds`` times over.
 

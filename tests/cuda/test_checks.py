@@ -23,7 +23,7 @@ from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
 H100 = gpu_kinds()["H100"]
 # The vocabulary is small, because most of the time to compile a shallow model is that of sampling.
 MODEL = replace(PRESETS["Qwen3-30B-A3B"], vocab_size=1024)
-REQUEST = PlanRequest(MODEL, H100, 4, GPU_ENGINE)
+REQUEST = PlanRequest(MODEL, H100, 4, replace(GPU_ENGINE, max_model_len=32768))
 CONFIG = server_config(REQUEST, MeshConfig(2, 2))
 DECODE, MIXED = (128, 0), (128, 128)
 

@@ -88,12 +88,13 @@ def test_equals_the_reference(ffn, name, seed, absent, load):
     assert not got[(slot_Nk < 0).all(axis=1)].any()
 
 
+@pytest.mark.parametrize("empty", ["half", "first"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", sorted(GROUPED))
-def test_what_stands_in_rows_without_slots_does_not_leak(ffn, name, bad):
+def test_what_stands_in_rows_without_slots_does_not_leak(ffn, name, bad, empty):
     shape, rng = GROUPED[name], np.random.default_rng(1)
     x_ND, slot_Nk, weight_Nk, *weights = operands(shape, rng)
-    empty_N = rng.random(shape.tokens) < 0.5
+    empty_N = rng.random(shape.tokens) < (0.5 if empty == "half" else 0)
     empty_N[0] = True
     slot_Nk[empty_N] = -1
     want = ffn(x_ND, slot_Nk, weight_Nk, *weights)

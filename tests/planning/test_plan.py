@@ -34,6 +34,14 @@ def fitting(request: PlanRequest) -> list[MeshPlan]:
     return [plan for plan in plan_meshes(request) if isinstance(plan, MeshPlan)]
 
 
+def test_what_the_kernels_do_not_take_is_refused():
+    plan = plan_mesh(PlanRequest(replace(QWEN, dtype="float32"), H100, 4), MeshConfig(2, 2))
+    assert isinstance(plan, Refused)
+    assert "dtype is float32; the attention kernel takes bfloat16" in plan.reason
+    a100 = plan_mesh(PlanRequest(replace(QWEN, dtype="float32"), gpu_kinds()["A100-80"], 8), MeshConfig(2, 4))
+    assert isinstance(a100, MeshPlan)  # where XLA's forms run, there is no such limit
+
+
 def test_every_factorisation_is_listed():
     plans = plan_meshes(PlanRequest(QWEN, H100, 12))
     assert [(plan.mesh.dp, plan.mesh.tp) for plan in plans] == [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
