@@ -28,7 +28,21 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "mesh_cli": ({"config", "scheduler", "planning", "terminal"}, ANY),
     "terminal": (set(), {"rich", "typer"}),
     "simulation": ({"config", "scheduler", "model"}, ANY),
-    "cli": ({"config", "scheduler", "model", "serving", "simulation", "place", "mesh_cli", "terminal", "version"}, ANY),
+    "cli": (
+        {
+            "config",
+            "scheduler",
+            "model",
+            "pallas_kernels",
+            "serving",
+            "simulation",
+            "place",
+            "mesh_cli",
+            "terminal",
+            "version",
+        },
+        ANY,
+    ),
 }
 # Module -> what it alone of its part may import as well.
 EXCEPTIONS = {

@@ -45,9 +45,10 @@ def test_plan_shows_every_mesh_and_recommends_one():
 
 
 def test_options_reach_the_plan():
+    request = ("plan", "Qwen3-30B-A3B", "--gpus", "8xA100-80")  # whose kernels take float32
     options = ("--page-size", 16, "--max-rows", 64, "--token-budget", 4096, "--memory-utilisation", 0.8)
     more = ("--request-tokens", 8000, "--output-tokens", 100, "--dtype", "float32", "--exchange", "sparse")
-    found = json.loads(mesh(*PAPER, *options, *more, "--json").stdout)
+    found = json.loads(mesh(*request, *options, *more, "--json").stdout)
     engine = found["engine"]
     assert [engine[name] for name in ("page_size", "max_rows", "token_budget", "exchange", "max_model_len")] == [
         16,
@@ -56,7 +57,7 @@ def test_options_reach_the_plan():
         "sparse",
         8000,
     ]
-    plain = json.loads(mesh(*PAPER, "--json").stdout)
+    plain = json.loads(mesh(*request, "--json").stdout)
     assert found["plans"][0]["memory"]["weights"]["experts"] == 2 * plain["plans"][0]["memory"]["weights"]["experts"]
     for plan in found["plans"]:
         assert plan["concurrent"] == plan["mesh"]["dp"] * (plan["kv_tokens"] // 8000)
