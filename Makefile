@@ -22,8 +22,8 @@ test: setup ## run the tests
 cuda-check: ## compile kernels and steps for GPUs that are not there, and check them; see docs/cuda.md
 	@scripts/bootstrap --cuda $(PYTHON)
 	$(CUDA_PYTHON) -m pytest tests/cuda -n 2
-	$(CUDA_PYTHON) scripts/kernel_report.py
-	$(CUDA_PYTHON) scripts/cuda_check.py
+	$(CUDA_PYTHON) -m scripts.kernel_report
+	$(CUDA_PYTHON) -m scripts.cuda_check
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

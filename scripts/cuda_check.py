@@ -7,10 +7,9 @@ extends the sizes to all of them; `--layers 0` compiles all layers, which takes 
 from __future__ import annotations
 
 import logging
-import platform
+import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -20,10 +19,11 @@ from rich.console import Console
 from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.planning.check import check_plan
-from gimbal_jax.planning.check_report import markdown, row, table
+from gimbal_jax.planning.check_report import COLUMNS, row, table
 from gimbal_jax.planning.gpus import parse_gpus
 from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
 from gimbal_jax.terminal import console, progress_bar
+from scripts.cuda_document import DOCUMENT, markdown, write_section
 
 PLANS = (
     ("Qwen3-30B-A3B", "4xH100", ((2, 2), (1, 4), (4, 1))),
@@ -33,8 +33,6 @@ PLANS = (
 """Model, GPUs, and the (dp, tp) that are checked."""
 LEAST_KV_TOKENS = {("Qwen3-30B-A3B", "4xH100", (2, 2)): 950_000}
 """KV pools that we promise, per engine."""
-DOCUMENT = Path(__file__).parents[1] / "docs" / "cuda.md"
-BEGIN, END = "<!-- written by scripts/cuda_check.py -->\n", "<!-- end of what it writes -->\n"
 
 
 def main(
@@ -62,10 +60,9 @@ def main(
     minutes = (time.monotonic() - started) / 60
     console.print(f"{len(rows)} programs in {minutes:.1f} minutes, {len(broken)} findings")
     if write:
-        before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-        how = f"`python scripts/cuda_check.py --layers {layers} --write`, jax {jax.__version__}, {platform.machine()}"
-        text = f"{how}, {minutes:.0f} minutes on this machine:\n\n{markdown(rows)}"
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        how = f"`python -m scripts.cuda_check --layers {layers} --write`, with jax {jax.__version__}"
+        took = f"{len(rows)} programs in {minutes:.0f} minutes on {os.cpu_count()} cores"
+        write_section("programs", f"{how}: {took}, {len(broken)} rules broken.\n\n{markdown(COLUMNS, rows)}")
         console.print(f"wrote {DOCUMENT}")
     raise typer.Exit(1 if broken else 0)
 

@@ -21,11 +21,14 @@ from jax.typing import DTypeLike
 from rich.console import Console
 from rich.table import Table
 
-from gimbal_jax.pallas_kernels import paged_attention, route_and_count
+from gimbal_jax.pallas_kernels import grouped_ffn, paged_attention, route_and_count
 from gimbal_jax.planning.gpus import gpu_kinds
 from gimbal_jax.planning.kernels import KernelResources, compile_with_kernels
 from gimbal_jax.planning.target import compile_only_devices
+from scripts.cuda_document import markdown, write_section
 from tests.pallas_kernels.shapes import QWEN3_ATTENTION, ROUTING
+
+COLUMNS = ("kernel", "case", "registers", "bytes spilled", "shared, KiB", "temporaries, KiB", "compile, s")
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,25 @@ def array(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing, attention)
-"""The cases of every operation that has a kernel of ours."""
+def products() -> Iterator[Case]:
+    """Rank 0 of four: 32 of 128 experts."""
+    for name, tokens in (("decode", 256), ("prefill", 16384)):
+        yield Case(
+            f"{name}: N {tokens}, P 32, k 8, D 2048, I 768",
+            partial(grouped_ffn, ranks=4, backend="mosaic"),
+            (
+                array(jnp.bfloat16, tokens, 2048),
+                array(jnp.int32, tokens, 8),
+                array(jnp.float32, tokens, 8),
+                array(jnp.int32, 32),
+                array(jnp.bfloat16, 32, 2048, 1536),
+                array(jnp.bfloat16, 32, 768, 2048),
+            ),
+        )
+
+
+CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing, attention, products)
+"""The cases of every operation that has a kernel."""
 
 
 def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
@@ -92,28 +112,37 @@ def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
         yield from (Row(case.name, kernel, compiled.temporary_bytes, seconds) for kernel in compiled.kernels)
 
 
+def cells(row: Row) -> tuple[str, ...]:
+    spilled = row.kernel.spill_store_bytes + row.kernel.spill_load_bytes
+    sizes = (row.kernel.shared_memory_bytes / 1024, row.temporary_bytes / 1024, row.compile_s)
+    return (row.kernel.name, row.case, str(row.kernel.registers), str(spilled), *(f"{size:.1f}" for size in sizes))
+
+
 def table(rows: list[Row]) -> Table:
-    out = Table("case", "kernel", "registers", "spilled B", "shared KiB", "temporary KiB", "compiled s")
+    out = Table(*COLUMNS)
     for column in out.columns[2:]:
         column.justify = "right"
     for row in rows:
-        spilled = row.kernel.spill_store_bytes + row.kernel.spill_load_bytes
-        numbers = (row.kernel.registers, spilled)
-        sizes = (row.kernel.shared_memory_bytes / 1024, row.temporary_bytes / 1024, row.compile_s)
-        out.add_row(row.case, row.kernel.name, *map(str, numbers), *(f"{size:.1f}" for size in sizes))
+        out.add_row(*cells(row))
     return out
 
 
 def main(
     out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON here.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write the table into docs/cuda.md.")] = False,
 ) -> None:
-    """Compile every kernel for an H100 and print what it needs."""
+    """Compile every kernel for an H100 and print what it needs; exit code 1 if one spills."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.config.update("jax_platforms", "cpu")
     rows = list(report(case for cases in CASES for case in cases()))
     Console(width=140).print(table(rows))
+    if write:
+        how = f"`python -m scripts.kernel_report --write`, with jax {jax.__version__}"
+        write_section("kernels", f"{how}:\n\n{markdown(COLUMNS, [cells(row) for row in rows])}")
     if out:
         out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    if any(row.kernel.spill_store_bytes + row.kernel.spill_load_bytes for row in rows):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

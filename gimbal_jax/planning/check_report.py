@@ -57,12 +57,6 @@ def row(name: str, request: PlanRequest, checked: Checked) -> tuple[str, ...]:
     )
 
 
-def markdown(rows: Sequence[tuple[str, ...]]) -> str:
-    """The table as Markdown."""
-    lines = (COLUMNS, ("---",) * len(COLUMNS), *rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def table(rows: Sequence[tuple[str, ...]]) -> Table:
     """The table for a terminal."""
     drawn = Table()
