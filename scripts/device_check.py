@@ -45,6 +45,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -120,7 +121,7 @@ def main(
     # Read when jax first looks for devices. A step of the whole model needs nearly all memory, and jax takes 75 %.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     if dry_run:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
         setting, parts = Setting(TINY, "interpret" if interpret else "xla", seed), (*PARTS, COMPILED)
         execute: Execute = in_this_process
     else:

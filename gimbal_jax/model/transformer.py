@@ -201,6 +201,40 @@ class Layer(nnx.Module):
         self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, "embed")
         self.mlp = MoE(c, dtype) if index in c.moe_layers else DenseMLP(c, dtype)
 
+    def __call__(
+        self,
+        x_STD: jax.Array,
+        pages: KVPages,
+        slot_of_expert_E: jax.Array | None,
+        inputs: StepInputs,
+        layout: StepLayout,
+    ) -> tuple[jax.Array, KVPages, jax.Array | None]:
+        """Hidden states, pages, and counts [S, TP, E]; a layer without experts has no placement and no counts."""
+        attended, pages = self.attention(self.input_norm(x_STD), pages, inputs, layout)
+        x_STD = layout.constrain(x_STD + attended, "dp")
+        y_STD = self.post_norm(x_STD)
+        if isinstance(self.mlp, MoE):
+            valid_ST = inputs.write_ST < pages[0].shape[1] * pages[0].shape[2]
+            assert slot_of_expert_E is not None
+            y_STD, counts_STE = self.mlp(y_STD, valid_ST, slot_of_expert_E, layout)
+        else:
+            y_STD, counts_STE = self.mlp(y_STD), None
+        return layout.constrain(x_STD + y_STD, "dp"), pages, counts_STE
+
+
+@partial(jax.jit, static_argnames=("graph", "layout"))
+def _run_layer(
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    x_STD: jax.Array,
+    pages: KVPages,
+    slot_of_expert_E: jax.Array | None,
+    inputs: StepInputs,
+    layout: StepLayout,
+) -> tuple[jax.Array, KVPages, jax.Array | None]:
+    """Jitted so that layers of one kind are traced and lowered once; XLA inlines it."""
+    return nnx.merge(graph, weights)(x_STD, pages, slot_of_expert_E, inputs, layout)
+
 
 class Qwen3Moe(nnx.Module):
     """The whole model. Built with zeros: use ``nnx.eval_shape`` and a checkpoint for the values."""
@@ -227,22 +261,13 @@ class Qwen3Moe(nnx.Module):
         Returns:
           Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].
         """
-        capacity = pages[0][0].shape[1] * pages[0][0].shape[2]
-        valid_ST = inputs.write_ST < capacity
         x = layout.constrain(self.embed[...][inputs.tokens_ST], "dp")
-        new_pages, counts, moe_layer = [], [], 0
+        slots, new_pages, counts = iter(slot_of_expert_LE), [], []
         for layer, layer_pages in zip(self.layers, pages, strict=True):
-            attended, layer_pages = layer.attention(layer.input_norm(x), layer_pages, inputs, layout)
+            slots_E = next(slots) if isinstance(layer.mlp, MoE) else None
+            x, layer_pages, counts_STE = _run_layer(*nnx.split(layer), x, layer_pages, slots_E, inputs, layout)
             new_pages.append(layer_pages)
-            x = layout.constrain(x + attended, "dp")
-            y = layer.post_norm(x)
-            if isinstance(layer.mlp, MoE):
-                y, counts_STE = layer.mlp(y, valid_ST, slot_of_expert_LE[moe_layer], layout)
-                counts.append(counts_STE)
-                moe_layer += 1
-            else:
-                y = layer.mlp(y)
-            x = layout.constrain(x + y, "dp")
+            counts += [] if counts_STE is None else [counts_STE]
         return self.norm(x), new_pages, jnp.stack(counts, axis=2)
 
     def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:

@@ -69,7 +69,7 @@ def programs(setting: Setting) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{part} check, {case.name}", case.op, case.arguments
     timed: dict[str, Iterable[Timed]] = {
         "ceiling": speed.ceiling_cases(setting),
-        "route": (case for cases in speed.route_cases(setting) for case in cases),
+        "route": (case for _, cases in speed.route_cases(setting) for case in cases),
         "ffn": speed.ffn_cases(setting),
         "attention": speed.attention_cases(setting),
     }

@@ -51,13 +51,13 @@ def ceiling_cases(setting: Setting) -> tuple[Timed, Timed]:
 def route_speed(setting: Setting) -> Iterator[Result]:
     """The kernel against plain XLA, and against plain XLA that only routes and maps: it has no form of its own
     that counts nothing. ``xla_over_uncounted`` is what counting costs where it is not fused."""
-    for cases in route_cases(setting):
+    for name, cases in route_cases(setting):
         fused, plain, uncounted = _measure(setting, cases)
         times = {"fused": fused, "xla": plain, "xla_without_counting": uncounted}
         faster = plain["median_us"] / fused["median_us"]
         counting = fused["median_us"] / uncounted["median_us"]
         yield (
-            cases[0].name,
+            name,
             {
                 **times,
                 "faster_than_xla": faster,
@@ -71,7 +71,7 @@ def route_speed(setting: Setting) -> Iterator[Result]:
         )
 
 
-def route_cases(setting: Setting) -> Iterator[list[Timed]]:
+def route_cases(setting: Setting) -> Iterator[tuple[str, list[Timed]]]:
     model = setting.sizes.model
     how: dict[str, Any] = {"k": model.experts_per_token, "renormalise": True}
 
@@ -89,7 +89,7 @@ def route_cases(setting: Setting) -> Iterator[list[Timed]]:
             "xla": partial(route_and_count_reference, **how, ranks=1),
             "uncounted": partial(route_and_map, **how),
         }
-        yield [Timed(f"T={tokens}", op, make, {}) for op in ops.values()]
+        yield f"T={tokens}", [Timed(f"T={tokens} {form}", op, make, {}) for form, op in ops.items()]
 
 
 def route_and_map(

@@ -28,6 +28,17 @@ CONFIG = server_config(REQUEST, MeshConfig(2, 2))
 DECODE, MIXED = (128, 0), (128, 128)
 
 
+@pytest.fixture
+def replace_in(monkeypatch):
+    """Replaces a function of the model, and has its layers traced again."""
+
+    def replaced(module, name, function):
+        monkeypatch.setattr(transformer, "_run_layer", transformer._run_layer.__wrapped__)
+        monkeypatch.setattr(module, name, function)
+
+    return replaced
+
+
 def step_of(config: ServerConfig, bucket: tuple[int, int]) -> Program:
     return compile_step(MODEL, config, H100, bucket, layers=1)
 
@@ -50,24 +61,25 @@ def test_two_layers_are_one_and_one_more():
     assert rules_broken_by(two, CONFIG, DECODE) == set()
 
 
-def test_a_product_with_all_experts_is_found(monkeypatch):
-    monkeypatch.setattr(grouped_matmul, "_product_by_tokamax", jax.lax.ragged_dot)
+def test_a_product_with_all_experts_is_found(replace_in):
+    replace_in(grouped_matmul, "_product_by_tokamax", jax.lax.ragged_dot)
     assert {"sparse experts", "kernels"} <= rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
-def test_a_dense_copy_of_the_context_is_found(monkeypatch):
+def test_a_dense_copy_of_the_context_is_found(replace_in):
     def dense(q_GQHD, k_pages, v_pages, page_table_GM, start_G, count_G, *, window, backend):
         groups = q_GQHD.shape[0]
         k, v = (pages[page_table_GM].reshape(groups, -1, *pages.shape[2:]) for pages in (k_pages, v_pages))
         seen = jnp.arange(k.shape[1]) < (start_G + count_G)[:, None]
         return jax.nn.dot_product_attention(q_GQHD, k, v, mask=seen[:, None, None])
 
-    monkeypatch.setattr(transformer, "paged_attention", dense)
+    replace_in(transformer, "paged_attention", dense)
     assert "paged context" in rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
 def test_a_step_that_keeps_its_old_state_is_found(monkeypatch):
-    monkeypatch.setattr(compiled.jax, "jit", lambda run, donate_argnums: jax.jit(run))
+    real = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda run, donate_argnums=(), **settings: real(run, **settings))
     assert "in place" in rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
@@ -78,12 +90,12 @@ def test_a_pool_that_is_too_large_is_found():
     assert "memory" in rules_broken_by(larger, CONFIG, DECODE)
 
 
-def test_expert_weights_that_are_gathered_are_found(monkeypatch):
+def test_expert_weights_that_are_gathered_are_found(replace_in):
     def everywhere(x, slots, weight, sizes, gate_up, down, **kwargs):
         whole = jax.lax.all_gather(gate_up, RANKS, tiled=True)
         return grouped_matmul.grouped_ffn(x, slots, weight, sizes, whole[: gate_up.shape[0]], down, **kwargs)
 
-    monkeypatch.setattr(moe, "grouped_ffn", everywhere)
+    replace_in(moe, "grouped_ffn", everywhere)
     assert {"experts stay", "collectives"} <= rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 

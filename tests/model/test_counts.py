@@ -35,6 +35,7 @@ def routed() -> tuple[Rig, list[tuple[int, int, np.ndarray, np.ndarray]]]:
         return real(logits_TE, valid_T, slot_of_expert_E, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "_run_layer", transformer._run_layer.__wrapped__)  # traces each layer
         patch.setattr(transformer, "route_and_count", recorded)
         model = rig(GOLDENS / "base", SOURCES, 2)
         model.run(IDLE, IDLE)  # traces
