@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -30,7 +30,14 @@ PRINTING = [
     if (language, follower) == ("python", "text")
 ]
 SHELL = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GIMBAL = typer.main.get_command(app)
+
+
+def commands(group: Any) -> list[Any]:
+    """All commands of a group, those of its groups too."""
+    return [
+        one for each in group.commands.values() for one in (commands(each) if hasattr(each, "commands") else [each])
+    ]
 
 
 @pytest.mark.parametrize(("code", "output"), PRINTING, ids=range(len(PRINTING)))
@@ -50,18 +57,21 @@ def test_all_other_python_needs_a_server(code: str):
 @pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("gimbal ")])
 def test_commands_parse(line: str):
     name, *arguments = shlex.split(line)[1:]
-    COMMANDS[name].make_context(name, arguments)
+    group: Any = GIMBAL
+    while hasattr(group := group.commands[name], "commands"):
+        name, *arguments = arguments
+    group.make_context(name, arguments)
 
 
 def test_flags_exist():
-    flags = {flag for command in COMMANDS.values() for parameter in command.params for flag in parameter.opts}
+    flags = {flag for command in commands(GIMBAL) for parameter in command.params for flag in parameter.opts}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))
     assert "--dp" in named
     assert named <= flags | {"--help"}
 
 
 def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {line.split()[1] for line in SHELL if line.startswith("make ")}
     assert named and named <= targets
 

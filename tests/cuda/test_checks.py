@@ -79,7 +79,7 @@ def test_a_dense_copy_of_the_context_is_found(replace_in):
 
 def test_a_step_that_keeps_its_old_state_is_found(monkeypatch):
     real = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda run, donate_argnums=(), **settings: real(run, **settings))
+    monkeypatch.setattr(jax, "jit", lambda *run, donate_argnums=(), **settings: real(*run, **settings))
     assert "in place" in rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
