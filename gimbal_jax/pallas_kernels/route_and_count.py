@@ -107,6 +107,7 @@ def route_and_count_reference(
     experts = logits_TE.shape[-1]
     logits_TE = logits_TE.astype(jnp.float32)
     logits_TE = jnp.where(jnp.isnan(logits_TE) | ~valid_T[:, None], -jnp.inf, logits_TE)
+    logits_TE = jnp.where(logits_TE == 0, 0.0, logits_TE)  # top_k would put -0.0 after 0.0
     top_T1 = logits_TE.max(axis=-1, keepdims=True)
     scaled_TE = jnp.exp(logits_TE - jnp.where(jnp.isfinite(top_T1), top_T1, 0.0))
     total_T1 = scaled_TE.sum(axis=-1, keepdims=True)

@@ -67,9 +67,13 @@ def route_blocks(
     k: int,
     renormalise: bool,
     ranks: int,
+    counting: bool = True,
     interpret: Any = None,
 ) -> RoutedBlocks:
-    """The kernel. Arguments are those of ``route_and_count``; ``interpret`` is that of ``plgpu.kernel``."""
+    """The kernel. Arguments are those of ``route_and_count``; ``interpret`` is that of ``plgpu.kernel``.
+
+    Without ``counting`` it writes slots and weights only, to measure what the rest costs (paper, figure 13).
+    """
     tokens, experts = logits_TE.shape
     blocks, columns, rank_columns = _up(tokens, BLOCK) // BLOCK, _up(experts, TILE), _up(ranks, TILE)
     width = max(width for width in range(TILE, CHUNK + 1, TILE) if columns % width == 0)
@@ -128,8 +132,9 @@ def route_blocks(
             weight = jnp.exp(logit - shift)
             _store(slot_Tk.at[here, j], jnp.where(valid, slot, -1))
             choice_s[j], weight_s[j] = choice, weight
-            rank = lax.div(slot, jnp.int32(experts // ranks)) + columns
-            sent = jnp.where(_iota(on_ranks, 1) == _spread(rank, on_ranks), 1.0, sent)
+            if counting:
+                rank = lax.div(slot, jnp.int32(experts // ranks)) + columns
+                sent = jnp.where(_iota(on_ranks, 1) == _spread(rank, on_ranks), 1.0, sent)
             return logit, choice, sent, total + weight if renormalise else total
 
         nothing_sent = plgpu.layout_cast(jnp.zeros((BLOCK, rank_columns), jnp.float32), MATRIX)
@@ -146,18 +151,18 @@ def route_blocks(
             tied = (x == logit) & (_choices(slot_E, chunk) <= _spread(last_choice, chunk))
             mark(chunk, jnp.where((x > logit) | tied, 1.0, 0.0), count_BE.at[block, chunk])
 
-        for_chunks(mark_chosen, None)
-        mark(on_ranks, sent, send_BR.at[block])
-        plgpu.commit_smem()  # the products read what all warps wrote; interpreting would not show a race here
-
-        sent = jnp.where(_spread(valid, on_ranks), sent, 0.0)
-        place = jnp.where(sent > 0, _earlier(below_s, marks_s, on_ranks), -1.0)
-        _store(place_TR.at[here], place.astype(jnp.int32))
-
         def count_earlier(chunk: Columns, _: None) -> None:
             x_s[:, chunk] = _earlier(below_s, marks_s, chunk)  # the logits have served
 
-        for_chunks(count_earlier, None)
+        if counting:
+            for_chunks(mark_chosen, None)
+            mark(on_ranks, sent, send_BR.at[block])
+            plgpu.commit_smem()  # the products read what all warps wrote; interpreting would not show a race here
+
+            sent = jnp.where(_spread(valid, on_ranks), sent, 0.0)
+            place = jnp.where(sent > 0, _earlier(below_s, marks_s, on_ranks), -1.0)
+            _store(place_TR.at[here], place.astype(jnp.int32))
+            for_chunks(count_earlier, None)
 
         def place_choice(j: jax.Array, _: None) -> None:
             choice = plgpu.load(choice_s.at[j], layout=ROW)
@@ -166,9 +171,10 @@ def route_blocks(
                 chosen = _choices(slot_E, chunk) == _spread(choice, chunk)
                 return position + jnp.sum(jnp.where(chosen, _load(x_s, chunk), 0.0), axis=1)
 
-            position = for_chunks(find, _row(0.0, jnp.float32))
-            packed = position.astype(jnp.int32) * MAX_EXPERTS + (choice >> SLOT_BITS)
-            _store(choice_Tk.at[here, j], jnp.where(valid, packed, 0))
+            if counting:
+                position = for_chunks(find, _row(0.0, jnp.float32))
+                packed = position.astype(jnp.int32) * MAX_EXPERTS + (choice >> SLOT_BITS)
+                _store(choice_Tk.at[here, j], jnp.where(valid, packed, 0))
             weight = plgpu.load(weight_s.at[j], layout=ROW) / jnp.where(total > 0, total, 1.0)
             _store(weight_Tk.at[here, j], jnp.where(valid, weight, 0.0))
 
