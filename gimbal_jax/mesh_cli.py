@@ -115,6 +115,8 @@ def check(
 
         name, architecture = find_model(model)
         gpu, count = parse_gpus(gpus)
+        if dp * tp != count:
+            raise ValueError(f"--dp {dp} x --tp {tp} is {dp * tp} devices, and --gpus {gpus} has {count}")
         longest = min(CHECKED_MODEL_LEN, architecture.max_position)
         engine = replace(
             GPU_ENGINE, max_model_len=longest, page_size=page_size, max_rows=max_rows, token_budget=token_budget

@@ -23,7 +23,7 @@ The JSON::
     results   machine          versions; the device and its memory; the driver, clocks and power limit by nvidia-smi
               *_numerics       per case: ``ok``, and the errors. The tolerances: ``device_checks/numerics.py``
               ceilings         ``matmul`` (bf16, tflops), ``triad`` (float32, tb_per_s: two reads and a write)
-              route_speed      per T: ``fused``, ``xla``, ``without_counting`` (also the kernel); ratios, targets, whether met
+              route_speed      per T: ``fused``, ``xla``, ``without_counting``; ratios, targets and whether met
               ffn_speed        per N: ``tflops``, and ``tb_per_s`` of the weights that N tokens touch on average
               attention_speed  per case: ``tb_per_s`` of the keys and values (decode) or ``tflops`` (prefill)
               model_speed      per step: ``step`` and ``back_to_back``; for decode against the time to read the weights

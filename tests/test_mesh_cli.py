@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -85,6 +88,14 @@ def test_the_command_is_one_line_that_serve_takes(options):
     assert (values["num_pages"], values["memory_utilisation"]) == (None, 0.9)
 
 
+@pytest.mark.parametrize("name", ["plan", "check", "show"])
+def test_scripts_are_the_commands(name):
+    script = Path(__file__).parents[1] / "scripts" / f"mesh_{name}.py"
+    run = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    summary = typer.main.get_command(app).commands["mesh"].commands[name].help.splitlines()[0]  # type: ignore[attr-defined]
+    assert summary.split(":")[0] in " ".join(run.stdout.split())
+
+
 ERRORS = {
     "kind": (("plan", "Qwen3-30B-A3B", "--gpus", "4xV100"), "must be one of H100, H200, A100-80, B200, L40S"),
     "gpus": (("plan", "Qwen3-30B-A3B", "--gpus", "H100"), "must be a number and a kind, as in 4xH100"),
@@ -97,6 +108,11 @@ ERRORS = {
     "count": (("plan", "Qwen3-30B-A3B", "--gpus", "3xH100"), "every mesh breaks a rule, see above; the fewest that"),
     "memory": (("plan", "Qwen3-235B-A22B", "--gpus", "4xH100"), "per GPU are missing; the fewest that would is 8"),
     "no command": (("plan", "Qwen3-235B-A22B", "--gpus", "4xH100", "--command"), "the fewest that would is 8"),
+    "checked mesh": (("check", "Qwen3-30B-A3B", "--gpus", "4xH100", "--dp", 2), "--dp 2 x --tp 1 is 2 devices"),
+    "checked rule": (
+        ("check", "Qwen3-30B-A3B", "--gpus", "6xH100", "--dp", 3, "--tp", 2),
+        "dp 3 x tp 2: num_experts = 128 must be divisible by dp * tp = 6",
+    ),
     "shown mesh": (("show", "Qwen3-30B-A3B", "--dp", 3), "num_experts = 128 must be divisible by dp * tp = 3"),
     "layer": (("show", "Qwen3-30B-A3B", "--layer", 48), "--layer 48: must be from 0 to 47"),
     "placement": (

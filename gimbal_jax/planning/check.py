@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -56,17 +58,24 @@ def check_plan(
       layers: see ``compile_step``.
       progress: called with the number done and in all.
     """
-    config = server_config(request, mesh)
-    kinds = bucket_kinds(config)
-    total, done = len(exchanges) * len(kinds) + 1, 0
-    progress(done, total)
-    program = compile_migration(request.model, config, request.gpu)
-    yield Checked(config, "migration", None, program, tuple(migration_findings(program, request.model, config)))
-    for exchange in exchanges:
+    r, config = request, server_config(request, mesh)
+
+    def migration() -> Checked:
+        program = compile_migration(r.model, config, r.gpu)
+        return Checked(config, "migration", None, program, tuple(migration_findings(program, r.model, config)))
+
+    def step(exchange: Exchange, kind: StepKind, bucket: Bucket) -> Checked:
         chosen = replace(config, engine=replace(config.engine, exchange=exchange))
-        for kind, bucket in kinds.items():
-            progress(done := done + 1, total)
-            program = compile_step(request.model, chosen, request.gpu, bucket, layers)
-            findings = step_findings(program, request.model, chosen, request.gpu, bucket, request.utilisation)
-            yield Checked(chosen, kind, bucket, program, tuple(findings))
-    progress(total, total)
+        program = compile_step(r.model, chosen, r.gpu, bucket, layers)
+        findings = step_findings(program, r.model, chosen, r.gpu, bucket, r.utilisation)
+        return Checked(chosen, kind, bucket, program, tuple(findings))
+
+    # XLA compiles outside the interpreter lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(migration)]
+        for exchange in exchanges:
+            jobs += [pool.submit(step, exchange, kind, bucket) for kind, bucket in bucket_kinds(config).items()]
+        for done, job in enumerate(jobs, start=1):
+            progress(done - 1, len(jobs))
+            yield job.result()
+        progress(len(jobs), len(jobs))

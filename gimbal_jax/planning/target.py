@@ -15,14 +15,14 @@ from gimbal_jax.planning.gpus import Gpu
 
 
 def compile_only_devices(gpu: Gpu, count: int) -> Sequence[jax.Device]:
-    """``count`` GPUs of one node. RuntimeError, saying what to install, where XLA has no CUDA compiler.
+    """``count`` GPUs of one node. OSError, saying what to install, where XLA has no CUDA compiler.
 
     Trace under ``jax.default_device(devices[0])``: libraries that choose a kernel by the default device then see it.
     """
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=_target_config(gpu), topology=f"1x1x{count}")
     except Exception as error:
-        raise RuntimeError(
+        raise OSError(
             "XLA has no CUDA compiler here: run `make cuda-check`, which installs one, or set JAX_PLATFORMS=cpu"
         ) from error
     return topology.devices

@@ -1,5 +1,6 @@
 """The server's programs for 4 H100s keep every rule; each deliberate fault is found, by name."""
 
+import inspect
 from dataclasses import replace
 
 import jax
@@ -33,7 +34,7 @@ def replace_in(monkeypatch):
     """Replaces a function of the model, and has its layers traced again."""
 
     def replaced(module, name, function):
-        monkeypatch.setattr(transformer, "_run_layer", transformer._run_layer.__wrapped__)
+        monkeypatch.setattr(transformer, "_run_layer", inspect.unwrap(transformer._run_layer))
         monkeypatch.setattr(module, name, function)
 
     return replaced

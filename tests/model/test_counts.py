@@ -1,5 +1,6 @@
 """A[l, s, e] is exact: every real token counts k times in each MoE layer, for its own source, and nothing else does."""
 
+import inspect
 from pathlib import Path
 
 import jax
@@ -35,7 +36,7 @@ def routed() -> tuple[Rig, list[tuple[int, int, np.ndarray, np.ndarray]]]:
         return real(logits_TE, valid_T, slot_of_expert_E, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "_run_layer", transformer._run_layer.__wrapped__)  # traces each layer
+        patch.setattr(transformer, "_run_layer", inspect.unwrap(transformer._run_layer))  # traces each layer
         patch.setattr(transformer, "route_and_count", recorded)
         model = rig(GOLDENS / "base", SOURCES, 2)
         model.run(IDLE, IDLE)  # traces

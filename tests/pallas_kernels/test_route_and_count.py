@@ -54,7 +54,8 @@ def assert_same(got: Routing, want: Expected) -> None:
 def operands(
     shape: RoutingShape, rng: np.random.Generator, *, levels: int, bad: dict[float, float], valid: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits of few levels, so that ties are the rule, zeros of both signs; single bad ones and whole bad rows at their rates; padding."""
+    """Logits of few levels, so that ties are the rule, zeros of both signs too; bad ones and whole bad rows at their
+    rates; padding."""
     logits_TE = rng.integers(-levels, levels, (shape.tokens, shape.experts)).astype(np.float32) * (8 / levels)
     logits_TE[(logits_TE == 0) & (rng.random(logits_TE.shape) < 0.5)] = -0.0  # a tie too
     for value, rate in bad.items():
@@ -105,7 +106,7 @@ def test_kernel_without_counting_routes_the_same(name):
     shape = ROUTING[name]
     args = operands(shape, np.random.default_rng(0), levels=5, bad={np.nan: 0.1}, valid=0.8)
     rule: dict[str, Any] = {"k": shape.k, "renormalise": True, "ranks": shape.ranks}
-    got = route_blocks(*args, **rule, counting=False, interpret=plgpu.InterpretGPUParams())
+    got = route_blocks(*map(jnp.asarray, args), **rule, counting=False, interpret=plgpu.InterpretGPUParams())
     want = route(*args, **rule, backend="xla")
     np.testing.assert_array_equal(got.slot_Tk, want.slot_Tk)
     np.testing.assert_allclose(got.weight_Tk, want.weight_Tk, rtol=2e-6, atol=1e-7)

@@ -1,0 +1,8 @@
+"""`gimbal mesh check` as a script."""
+
+import typer
+
+from gimbal_jax.mesh_cli import check
+
+if __name__ == "__main__":
+    typer.run(check)

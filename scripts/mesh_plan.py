@@ -1,0 +1,8 @@
+"""`gimbal mesh plan` as a script."""
+
+import typer
+
+from gimbal_jax.mesh_cli import plan
+
+if __name__ == "__main__":
+    typer.run(plan)
