@@ -107,7 +107,7 @@ def check(
     No GPU is needed, but XLA's CUDA compiler, and JAX_PLATFORMS=cpu: see docs/cuda.md.
     """
     with errors_said():
-        from gimbal_jax.planning.check import check_plan
+        from gimbal_jax.planning.check import check_plan, server_config
         from gimbal_jax.planning.check_report import row, table
         from gimbal_jax.planning.gpus import parse_gpus
         from gimbal_jax.planning.models import find_model
@@ -122,9 +122,10 @@ def check(
             GPU_ENGINE, max_model_len=longest, page_size=page_size, max_rows=max_rows, token_budget=token_budget
         )
         request = PlanRequest(architecture, gpu, count, engine, memory_utilisation)
+        config = server_config(request, MeshConfig(dp, tp))
         logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
         with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
-            checked = list(check_plan(request, MeshConfig(dp, tp), layers=layers or None, progress=progress))
+            checked = list(check_plan(request, config, layers=layers or None, progress=progress))
         Console().print(table([row(name, request, one) for one in checked]))
         findings = [f"{one.kind}: {finding}" for one in checked for finding in one.findings]
         for line in findings:

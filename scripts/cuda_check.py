@@ -18,8 +18,9 @@ from rich.console import Console
 
 from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.planning.check import check_plan
+from gimbal_jax.planning.check import check_plan, server_config
 from gimbal_jax.planning.check_report import COLUMNS, row, table
+from gimbal_jax.planning.checks import kv_tokens
 from gimbal_jax.planning.gpus import parse_gpus
 from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
 from gimbal_jax.terminal import console, progress_bar
@@ -46,11 +47,12 @@ def main(
         gpu, count = parse_gpus(gpus)
         for dp, tp in meshes:
             request = PlanRequest(PRESETS[name], gpu, count, replace(GPU_ENGINE, max_model_len=32768))
+            config = server_config(request, MeshConfig(dp, tp))
             with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
-                for one in check_plan(request, MeshConfig(dp, tp), layers=layers or None, progress=progress):
+                for one in check_plan(request, config, layers=layers or None, progress=progress):
                     rows.append(row(name, request, one))
                     broken += [f"{name} {gpus} {dp} x {tp} {one.kind}: {finding}" for finding in one.findings]
-            tokens = one.config.engine.num_pages * one.config.engine.page_size
+            tokens = kv_tokens(config)
             least = LEAST_KV_TOKENS.get((name, gpus, (dp, tp)), 0)
             if tokens < least:
                 broken.append(f"{name} {gpus} {dp} x {tp}: kv pool: {tokens:,} tokens per engine, want {least:,}")

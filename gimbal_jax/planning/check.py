@@ -43,7 +43,7 @@ def server_config(request: PlanRequest, mesh: MeshConfig) -> ServerConfig:
 
 def check_plan(
     request: PlanRequest,
-    mesh: MeshConfig,
+    config: ServerConfig,
     *,
     exchanges: tuple[Exchange, ...] = ("gather", "sparse"),
     layers: int | None = None,
@@ -52,13 +52,13 @@ def check_plan(
     """Compile and check every kind of step by each exchange, and the migration.
 
     Args:
-      request: model, GPUs and limits.
-      mesh: dp * tp of ``request.count`` GPUs.
+      request: model and GPUs.
+      config: settings, from ``server_config``.
       exchanges: forms of the MoE exchange.
       layers: see ``compile_step``.
       progress: called with the number done and in all.
     """
-    r, config = request, server_config(request, mesh)
+    r = request
 
     def migration() -> Checked:
         program = compile_migration(r.model, config, r.gpu)
