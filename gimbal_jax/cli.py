@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gimbal_jax.config import (
+    GPU_ENGINE,
     MEMORY_UTILISATION,
     DispatchConfig,
     DispatchPolicy,
@@ -50,6 +51,11 @@ DEFAULT_MODEL_LEN = 4096
 ALL_POLICIES: tuple[PlacementPolicy | OfflinePolicy, ...] = (*get_args(PlacementPolicy), *get_args(OfflinePolicy))
 
 
+def _by_device(limit: str) -> str:
+    """What an engine's limit is where the user says nothing."""
+    return f"default {getattr(EngineConfig, limit)} on CPU, {getattr(GPU_ENGINE, limit)} on GPU"
+
+
 @app.command()
 def serve(
     model: Model,
@@ -80,7 +86,9 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = EngineConfig.page_size,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help=f"Tokens per KV page; {_by_device('page_size')}.")
+    ] = None,
     num_pages: Annotated[
         int | None,
         typer.Option(
@@ -90,11 +98,13 @@ def serve(
     memory_utilisation: Annotated[
         float, typer.Option(min=0.1, max=1, help="Share of each GPU's memory that the server takes.")
     ] = MEMORY_UTILISATION,
-    max_rows: Annotated[int, typer.Option(min=1, help="Most sequences per engine at once.")] = EngineConfig.max_rows,
+    max_rows: Annotated[
+        int | None, typer.Option(min=1, help=f"Most sequences per engine at once; {_by_device('max_rows')}.")
+    ] = None,
     token_budget: Annotated[
-        int, typer.Option(min=1, help="Most tokens per engine and step.")
-    ] = EngineConfig.token_budget,
-    tile: Annotated[int, typer.Option(min=2, help="Tokens per prefill tile.")] = EngineConfig.tile,
+        int | None, typer.Option(min=1, help=f"Most tokens per engine and step; {_by_device('token_budget')}.")
+    ] = None,
+    tile: Annotated[int | None, typer.Option(min=2, help=f"Tokens per prefill tile; {_by_device('tile')}.")] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Most waiting requests per engine; one more is refused.")
     ] = EngineConfig.max_queue,
@@ -113,10 +123,21 @@ def serve(
         limit = min(config.max_position, max_model_len or DEFAULT_MODEL_LEN)
         if max_model_len and max_model_len > config.max_position:
             raise ValueError(f"--max-model-len {max_model_len} is beyond the model's {config.max_position} positions")
+        limits = {
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_rows": max_rows,
+            "token_budget": token_budget,
+            "tile": tile,
+        }
         settings = ServerConfig(
             MeshConfig(dp, tp),
-            EngineConfig(
-                limit, page_size, num_pages or EngineConfig.num_pages, max_rows, token_budget, tile, max_queue, exchange
+            replace(
+                GPU_ENGINE if available[0].platform == "gpu" else EngineConfig(),
+                max_model_len=limit,
+                max_queue=max_queue,
+                exchange=exchange,
+                **{name: value for name, value in limits.items() if value is not None},
             ),
             DispatchConfig(policy=dispatch),
             QueueConfig(policy=queue),

@@ -124,6 +124,10 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
 
+GPU_ENGINE = EngineConfig(page_size=64, max_rows=128, token_budget=8192, tile=64)
+"""Where the user says nothing else on GPUs: 8,192 tokens a step as in the paper. ``EngineConfig()`` is for CPUs."""
+
+
 @dataclass(frozen=True)
 class DispatchConfig:
     """Which engine gets a request (paper 4.2 and 4.3)."""

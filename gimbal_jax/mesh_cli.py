@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from gimbal_jax.config import MEMORY_UTILISATION, Exchange, MeshConfig
+from gimbal_jax.config import GPU_ENGINE, MEMORY_UTILISATION, Exchange, MeshConfig
 from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 
 mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before renting one, and look into it.")
@@ -53,7 +53,7 @@ def plan(
         from gimbal_jax.planning import plan_report as report
         from gimbal_jax.planning.gpus import parse_gpus
         from gimbal_jax.planning.models import find_model
-        from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest, plan_meshes, recommended, serve_command
+        from gimbal_jax.planning.plan import PlanRequest, plan_meshes, recommended, serve_command
 
         name, architecture = find_model(model)
         gpu, count = parse_gpus(gpus)
@@ -111,7 +111,7 @@ def check(
         from gimbal_jax.planning.check_report import row, table
         from gimbal_jax.planning.gpus import parse_gpus
         from gimbal_jax.planning.models import find_model
-        from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
+        from gimbal_jax.planning.plan import PlanRequest
 
         name, architecture = find_model(model)
         gpu, count = parse_gpus(gpus)

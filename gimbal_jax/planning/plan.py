@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gimbal_jax.config import (
+    GPU_ENGINE,
     MEMORY_UTILISATION,
     EngineConfig,
     MeshConfig,
@@ -21,8 +22,6 @@ from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.serving.batch import step_buckets
 from gimbal_jax.serving.engine import check_limits
 
-GPU_ENGINE = EngineConfig(page_size=64, max_rows=128, token_budget=8192, tile=64)
-"""Limits of an engine on data-centre GPUs, where the user says nothing else; 8,192 tokens as in the paper."""
 CLOSE = 0.05
 """Rates that differ by less are equal: floors cannot tell them apart."""
 

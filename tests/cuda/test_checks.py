@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gimbal_jax.config import MeshConfig, ServerConfig
+from gimbal_jax.config import GPU_ENGINE, MeshConfig, ServerConfig
 from gimbal_jax.model import moe, transformer
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.sharding import RANKS
@@ -19,7 +19,7 @@ from gimbal_jax.planning.check import server_config
 from gimbal_jax.planning.checks import migration_findings, step_findings
 from gimbal_jax.planning.compiled import Program, compile_migration, compile_step
 from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.plan import GPU_ENGINE, PlanRequest
+from gimbal_jax.planning.plan import PlanRequest
 
 H100 = gpu_kinds()["H100"]
 # The vocabulary is small, because most of the time to compile a shallow model is that of sampling.

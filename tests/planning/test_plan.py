@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.config import MeshConfig, ServerConfig
+from gimbal_jax.config import GPU_ENGINE, MeshConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, step_bytes
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
 from gimbal_jax.planning.gpus import gpu_kinds
 from gimbal_jax.planning.plan import (
     CLOSE,
-    GPU_ENGINE,
     MeshPlan,
     PlanRequest,
     Refused,
