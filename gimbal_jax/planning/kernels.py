@@ -63,16 +63,26 @@ def compile_with_kernels(
       device: what to compile for.
       known: the kernels of this process by hash; kept by the caller, extended here.
 
-    RuntimeError if the assembler was silent about a new kernel.
+    Raises: see ``compile_and_tell``.
     """
     sharding = SingleDeviceSharding(device)
     placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     with jax.default_device(device):
         lowered = jitted.lower(*placed)
+    return compile_and_tell(lowered, lowered.compile, known)
+
+
+def compile_and_tell(
+    lowered: jax.stages.Lowered, compile_it: Callable[[], jax.stages.Compiled], known: dict[bytes, KernelResources]
+) -> CompiledKernels:
+    """What ``compile_it`` makes of ``lowered``, and its kernels; ``known`` as in ``compile_with_kernels``.
+
+    RuntimeError if the assembler was silent about a new kernel.
+    """
     called = {call.hash: call for call in _kernel_calls(lowered)}
     with tempfile.TemporaryFile("w+") as output, _standard_output_to(output):
-        program = lowered.compile()
+        program = compile_it()
         _flush_c()
         output.seek(0)
         told = list(PTXAS.finditer(output.read()))

@@ -10,7 +10,8 @@ from gimbal_jax.planning.gpus import gpu_kinds
 from gimbal_jax.planning.kernels import CompiledKernels, KernelResources, compile_with_kernels
 from gimbal_jax.planning.target import compile_only_devices
 
-_known: dict[bytes, KernelResources] = {}
+KNOWN: dict[bytes, KernelResources] = {}
+"""Kernels that this process has compiled."""
 
 
 @cache
@@ -19,11 +20,8 @@ def h100() -> jax.Device:
 
 
 def compile_for_h100(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> CompiledKernels:
-    """The compiled program, its temporaries and its kernels' registers, spills and shared memory.
-
-    Compile every kernel through here: one that this process compiled elsewhere before has no resources to tell.
-    """
-    return compile_with_kernels(function, *shapes, device=h100(), known=_known)
+    """The compiled program, its temporaries and its kernels' registers, spills and shared memory."""
+    return compile_with_kernels(function, *shapes, device=h100(), known=KNOWN)
 
 
 def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
