@@ -19,6 +19,10 @@ from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
 from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.pallas_kernels.paged_attention_mosaic import mosaic_limits
 
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+"""To compile a step with. XLA means to stay below four fifths of a GPU's memory, and where weights and KV pool are more
+it computes whatever it can twice, collectives too. The pool is sized by what a step needs, so there is no need to."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

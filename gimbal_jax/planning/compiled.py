@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.model.step import abstract_model, abstract_state, step
+from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.gpus import Gpu
@@ -77,12 +77,18 @@ def compile_step(
     devices = compile_only_devices(gpu, config.mesh.ranks)
     mesh = make_mesh(config.mesh, devices)
     layers = model.num_layers if layers is None else min(layers, model.num_layers)
+    _, all_arguments = _step_arguments(model, config, mesh)
     graph, arguments = _step_arguments(shallow(model, layers), config, mesh)
+    # Few layers with so many pages that they take the memory of all: XLA compiles otherwise where memory is short.
+    pages = config.engine.num_pages
+    missing = _device_bytes(all_arguments) - _device_bytes(arguments)
+    more = missing * pages // _device_bytes(arguments[1].pages)
+    filled = replace(config, engine=replace(config.engine, num_pages=pages + more))
+    _, arguments = _step_arguments(shallow(model, layers), filled, mesh)
     inputs = _shapes(stack([Plan()] * config.mesh.dp, config.engine, *bucket))
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
     run = jax.jit(partial(step, graph, layout), donate_argnums=1)
     program = _compile(run, (*arguments, inputs), donated=1, devices=devices)
-    _, all_arguments = _step_arguments(model, config, mesh)
     more_state = _device_bytes(all_arguments[1]) - _device_bytes(arguments[1])
     return replace(
         program,
@@ -128,7 +134,7 @@ def _device_bytes(arrays: Any) -> int:
 def _compile(run: Any, arguments: tuple[Any, ...], *, donated: int, devices: Any) -> Program:
     started = time.perf_counter()
     with jax.default_device(devices[0]):
-        compiled = run.lower(*arguments).compile()
+        compiled = run.lower(*arguments).compile(COMPILER_OPTIONS)
     memory = compiled.memory_analysis()
     return Program(
         hlo=compiled.as_text(),

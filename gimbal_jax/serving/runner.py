@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.inputs import StepInputs, StepOutputs
-from gimbal_jax.model.step import DeviceState, abstract_model, new_state, step
+from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
@@ -120,7 +120,7 @@ class DeviceRunner:
         total = len(jobs) + 2
         with ThreadPoolExecutor(max_workers=4) as pool:
             lowered = {b: run.lower(self._weights, self._state, self._device_slots, i) for b, i in jobs.items()}
-            compiled = {b: pool.submit(one.compile) for b, one in lowered.items()}
+            compiled = {b: pool.submit(one.compile, COMPILER_OPTIONS) for b, one in lowered.items()}
             for done, (bucket, future) in enumerate(compiled.items(), start=1):
                 self._steps[_shape_of(jobs[bucket])] = future.result()
                 progress(done, total)

@@ -13,6 +13,7 @@ import numpy as np
 
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.inputs import StepInputs
+from gimbal_jax.model.step import COMPILER_OPTIONS
 from scripts.device_checks.numerics import rng_for
 from scripts.device_checks.parts import AbsentError, Result
 from scripts.device_checks.random_model import (
@@ -46,7 +47,7 @@ def check_model(setting: Setting) -> Iterator[Result]:
         ids_GK, counts_LE = {}, {}
         for backend in (setting.backend, "xla"):
             model = random_model(config, engine, setting.seed)
-            outputs = model.run(model.lower(inputs, backend).compile(), inputs)
+            outputs = model.run(model.lower(inputs, backend).compile(COMPILER_OPTIONS), inputs)
             ids_GK[backend] = np.asarray(outputs.top_ids_SGK)[0][_chooses_G(inputs)]
             counts_LE[backend] = model.counts_LE()
             finite = bool(np.isfinite(np.asarray(outputs.top_logprobs_SGK)[0][_chooses_G(inputs)]).all())
@@ -74,7 +75,7 @@ def model_speed(setting: Setting) -> Iterator[Result]:
     began = time.perf_counter()
     lowered = [model.lower(inputs, setting.backend) for inputs in work.values()]
     with ThreadPoolExecutor(max_workers=4) as pool:  # XLA compiles outside the interpreter lock
-        compiled = list(pool.map(lambda one: one.compile(), lowered))
+        compiled = list(pool.map(lambda one: one.compile(COMPILER_OPTIONS), lowered))
     yield "compile", {"programs": len(compiled), "wall_s": time.perf_counter() - began}
 
     for (name, inputs), program in zip(work.items(), compiled, strict=True):

@@ -84,6 +84,12 @@ def test_a_step_that_keeps_its_old_state_is_found(monkeypatch):
     assert "in place" in rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
+def test_what_is_computed_twice_is_found(monkeypatch):
+    """XLA does so where memory is short, unless it is told not to."""
+    monkeypatch.setattr(compiled, "COMPILER_OPTIONS", {})
+    assert "collectives" in rules_broken_by(compile_step(MODEL, CONFIG, H100, DECODE, layers=2), CONFIG, DECODE)
+
+
 def test_a_pool_that_is_too_large_is_found():
     """Without compiling again: the pool is an argument, and nothing else depends on it."""
     program = step_of(CONFIG, DECODE)
