@@ -4,6 +4,7 @@ import asyncio
 import functools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,9 @@ import typer
 from flax import nnx
 from typer.testing import CliRunner, Result
 
+from gimbal_jax import cli
 from gimbal_jax.cli import app
-from gimbal_jax.config import MeshConfig
+from gimbal_jax.config import GPU_ENGINE, EngineConfig, MeshConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
@@ -171,3 +173,21 @@ def test_usage_errors_have_exit_code_2(arguments):
     result = gimbal(*arguments)
     assert result.exit_code == 2
     assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize(("platform", "default"), [("cpu", EngineConfig()), ("gpu", GPU_ENGINE)])
+def test_limits_of_engines_follow_the_device_where_the_user_says_nothing(monkeypatch, platform, default):
+    served = []
+
+    async def record(model, config, settings, *rest, **more):
+        served.append(settings.engine)
+        return 0
+
+    monkeypatch.setattr(cli, "_set_up_devices", lambda *options: [SimpleNamespace(platform=platform)])
+    monkeypatch.setattr(cli, "_serve", record)
+    result = CliRunner().invoke(app, ["serve", str(BASE), "--max-rows", "7"])
+    assert result.exit_code == 0, result.output
+    (engine,) = served
+    assert engine.max_rows == 7
+    for limit in ("page_size", "token_budget", "tile"):
+        assert getattr(engine, limit) == getattr(default, limit)

@@ -80,13 +80,16 @@ def grouped_ffn(
       [N, D] in the type of x; rows without a slot are 0, whatever x holds there.
 
     Raises:
-      NotImplementedError: ``mosaic`` with operands that tokamax's kernel does not take.
+      ValueError: ``mosaic`` with other types than bfloat16, which tokamax's kernel does not take.
     """
     arrays = x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD
     match backend:
         case "xla":
             return _by_tiles(*arrays)
         case "mosaic":
+            if {x_ND.dtype, gate_up_PDF.dtype, down_PFD.dtype} != {jnp.dtype(jnp.bfloat16)}:
+                types = f"{x_ND.dtype}, {gate_up_PDF.dtype} and {down_PFD.dtype}"
+                raise ValueError(f"tokens and weights are {types}; the grouped product takes bfloat16")
             return _by_chunks(_product_by_tokamax, *arrays, ranks)
         case "interpret":
             return _by_chunks(_product_by_slot, *arrays, ranks)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import group_sizes
-from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, migration_bytes
+from gimbal_jax.model.memory import device_bytes, migration_bytes
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.pallas_kernels.grouped_matmul import chunk_rows
 from gimbal_jax.planning.compiled import Program, shallow
@@ -146,11 +146,6 @@ def census(program: Program) -> Census:
 def kv_tokens(config: ServerConfig) -> int:
     """Tokens that an engine's KV pool holds."""
     return config.engine.num_pages * config.engine.page_size
-
-
-def kv_pool_bytes(model: ModelConfig, config: ServerConfig) -> int:
-    """The pool's bytes per GPU."""
-    return kv_tokens(config) * kv_bytes_per_token(model, config.mesh.tp)
 
 
 def _over(rule: str, what: str, size: int, limit: int) -> Iterator[Finding]:

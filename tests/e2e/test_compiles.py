@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gimbal_jax.serving.runner import DeviceRunner
 from tests.e2e.rig import CONFIG, MODEL, random_requests, session
@@ -42,3 +43,11 @@ def test_what_warm_up_compiles_does_not_count(runner):
     cold = DeviceRunner(MODEL, CONFIG, runner.mesh, runner.weights, runner.slot_of_expert_LE, "float32")
     jax.jit(lambda x: x * 5)(jnp.arange(13)).block_until_ready()
     assert cold.compiles_after_warmup() == 0
+
+
+def test_steps_are_compiled_with_the_options_that_were_checked(runner, monkeypatch):
+    """``planning.compiled`` checks programs compiled with these; an option that XLA does not know shows their use."""
+    monkeypatch.setattr("gimbal_jax.serving.runner.COMPILER_OPTIONS", {"no_such_option": "1"})
+    cold = DeviceRunner(MODEL, CONFIG, runner.mesh, runner.weights, runner.slot_of_expert_LE, "float32")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        cold.warm_up()
