@@ -295,12 +295,12 @@ async def _serve(
     from gimbal_jax.scheduler.counts_file import load_placement_of
     from gimbal_jax.serving.batch import step_buckets
     from gimbal_jax.serving.counts_dump import CountsDump
+    from gimbal_jax.serving.device_runner import DeviceRunner
     from gimbal_jax.serving.engine import check_limits
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
     from gimbal_jax.serving.kv_pool import size_kv_pool
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.rebalance import move_to
-    from gimbal_jax.serving.runner import DeviceRunner
     from gimbal_jax.serving.server import Server
 
     # Everything that can be refused is refused before the weights are read.

@@ -27,7 +27,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning": ({"config", "scheduler", "model", "pallas_kernels", "serving"}, ANY),
     "mesh_cli": ({"config", "scheduler", "planning", "terminal"}, ANY),
     "terminal": (set(), {"rich", "typer"}),
-    "simulation": ({"config", "scheduler", "model"}, ANY),
+    "simulation": ({"config", "scheduler", "serving", "model", "terminal"}, ANY),
+    "simulate_cli": ({"config", "scheduler", "simulation", "terminal"}, ANY),
     "cli": (
         {
             "config",
@@ -36,6 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "pallas_kernels",
             "serving",
             "simulation",
+            "simulate_cli",
             "place",
             "mesh_cli",
             "terminal",

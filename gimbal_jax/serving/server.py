@@ -6,12 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.batch import bucket_for, results_of, stack
 from gimbal_jax.serving.central_queue import CentralQueue
 from gimbal_jax.serving.counts_dump import CountsDump
 from gimbal_jax.serving.engine import Engine
@@ -33,18 +32,22 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         placement_policy: Propose | None = None,
         dump: CountsDump | None = None,
+        placement_executor: Executor | None = None,
     ) -> None:
-        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed."""
+        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed.
+
+        ``placement_executor`` runs the decisions, one at a time; by default a thread of the server's own.
+        """
         self.model, self.config = model, config
         self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
         self.on_bound: Callable[[float, list[tuple[str, Decision]]], None] = lambda now, bound: None
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
-        self._placement_thread = ThreadPoolExecutor(1, "placement")
+        self._placement_executor = placement_executor or ThreadPoolExecutor(1, "placement")
         self._dump = dump
         on_window = dump.write if dump is not None else None
-        self.rebalancer = Rebalancer(model, config, runner, self._placement_thread, placement_policy, on_window)
+        self.rebalancer = Rebalancer(model, config, runner, self._placement_executor, placement_policy, on_window)
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
@@ -127,7 +130,7 @@ class Server:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-        self._placement_thread.shutdown(cancel_futures=True)
+        self._placement_executor.shutdown(cancel_futures=True)
         if self._dump is not None:
             self._dump.close()
 
@@ -140,10 +143,9 @@ class Server:
                 self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
             if any(plan.chunks for plan in plans):
-                rows, tiles = bucket_for(plans, self._runner.buckets)
-                outputs = self._runner.step(stack(plans, self.config.engine, rows, tiles))
-                for engine, plan in zip(self.engines, plans, strict=True):
-                    news += engine.commit(plan, results_of(outputs, plan, engine.index, self.config.engine, rows))
+                results = self._runner.step(plans)
+                for engine, plan, chosen in zip(self.engines, plans, results, strict=True):
+                    news += engine.commit(plan, chosen)
                 self._step += 1
                 self.rebalancer.stepped()
             if news:

@@ -35,18 +35,15 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def step(self, inputs):
-        for s in range(SOURCES):
-            flat = self._page_tokens[s].reshape(-1)
-            real_T = inputs.write_ST[s] < flat.size
-            flat[inputs.write_ST[s][real_T]] = inputs.tokens_ST[s][real_T]
-            for pages, start, count in zip(
-                inputs.page_table_SGM[s], inputs.start_SG[s], inputs.count_SG[s], strict=True
-            ):
-                if count:
-                    context = self._page_tokens[s, pages].reshape(-1)[: start + count]
-                    self.contexts.append((s, tuple(context.tolist()), int(count)))
-        return self._runner.step(inputs)
+    def step(self, plans):
+        for s, plan in enumerate(plans):
+            for chunk in plan.chunks:
+                places = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+                page_size = CONFIG.engine.page_size
+                self._page_tokens[s, chunk.pages[places // page_size], places % page_size] = chunk.tokens
+                context = self._page_tokens[s, chunk.pages].reshape(-1)[: places[-1] + 1]
+                self.contexts.append((s, tuple(context.tolist()), len(places)))
+        return self._runner.step(plans)
 
     def recount(self) -> tuple[np.ndarray, int]:
         """A[l, s, e] by running every context through the naive model, and how many choices were nearly ties."""

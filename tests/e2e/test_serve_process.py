@@ -162,7 +162,7 @@ class FailingRunner(FakeRunner):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_failure_ends_the_streams_and_the_process_with_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("gimbal_jax.serving.runner.DeviceRunner", FailingRunner)
+    monkeypatch.setattr("gimbal_jax.serving.device_runner.DeviceRunner", FailingRunner)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

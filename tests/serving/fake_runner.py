@@ -1,12 +1,14 @@
 """A runner without a model: routing and tokens follow from the token ids alone, and it fails when told to."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.model.inputs import StepInputs, StepOutputs, rows_and_tiles
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.batch import step_buckets
+from gimbal_jax.serving.plan import Chunk, NextToken, Plan
+from gimbal_jax.serving.request import TokenLogprobs
 
 
 class FakeRunner:
@@ -14,7 +16,6 @@ class FakeRunner:
 
     def __init__(self, model: ModelConfig, config: ServerConfig) -> None:
         self.model, self.config = model, config
-        self.buckets = step_buckets(config.engine, config.mesh.tp)
         self.expert_bytes = 100
         layers = len(model.moe_layers)
         self.slot_of_expert_LE = static_placement(layers, model.num_experts, config.mesh.ranks)
@@ -26,24 +27,27 @@ class FakeRunner:
         self.migrations_left: int | None = None
         """Migrations that succeed before one fails; None if none fails."""
 
-    def step(self, inputs: StepInputs) -> StepOutputs:
+    def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
         if self.steps_left == 0:
             self.broken = True
             raise RuntimeError("device lost")
         if self.steps_left is not None:
             self.steps_left -= 1
-        tokens_ST, count_SG = np.asarray(inputs.tokens_ST), np.asarray(inputs.count_SG)
-        real_ST = np.asarray(inputs.write_ST) < self.config.engine.num_pages * self.config.engine.page_size
         experts = self.model.num_experts
-        for s, (tokens_T, real_T) in enumerate(zip(tokens_ST, real_ST, strict=True)):
-            for choice in range(self.model.experts_per_token):
-                self.counts_LSE[:, s] += np.bincount((tokens_T[real_T] + choice) % experts, minlength=experts)
-        rows, tiles = rows_and_tiles(tokens_ST.shape[1], count_SG.shape[1], self.config.engine.tile)
-        first_G = np.concatenate([np.arange(rows), rows + self.config.engine.tile * np.arange(tiles)])
-        last_SG = first_G + np.maximum(count_SG - 1, 0)
-        token_SG = (np.take_along_axis(tokens_ST, last_SG, axis=1) + 1) % self.model.vocab_size
-        top_SGK = np.zeros((*token_SG.shape, 20), np.int32)
-        return StepOutputs(token_SG, np.zeros(token_SG.shape), top_SGK, top_SGK.astype(float))
+        for s, plan in enumerate(plans):
+            for chunk in plan.chunks:
+                for choice in range(self.model.experts_per_token):
+                    self.counts_LSE[:, s] += np.bincount((chunk.tokens + choice) % experts, minlength=experts)
+        return [[self._next_token(chunk) for chunk in plan.chunks] for plan in plans]
+
+    def _next_token(self, chunk: Chunk) -> NextToken | None:
+        if chunk.sampling is None:
+            return None
+        token_id = int(chunk.tokens[-1] + 1) % self.model.vocab_size
+        if chunk.sampling.logprobs is None:
+            return NextToken(token_id)
+        wanted = chunk.sampling.logprobs
+        return NextToken(token_id, TokenLogprobs(0.0, (0,) * wanted, (0.0,) * wanted))
 
     def take_counts(self) -> np.ndarray:
         if self.broken:
