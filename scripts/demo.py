@@ -29,14 +29,13 @@ from gimbal_jax.model.demo_model import TOPICS, topic_prompt
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import Unavailable
+from gimbal_jax.serving.measurement import Measurement, summarise
 from gimbal_jax.serving.replay import (
     Call,
-    Measurement,
     conversation_topics,
     read_trace,
     replay,
     scale_trace,
-    summarise,
 )
 from gimbal_jax.serving.report import RunReport, Traffic, comparison_table, draw, expert_traffic
 from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.sharding import kv_heads_in_cache
+from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
 from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.pallas_kernels.grouped_matmul import TILE, temporary_bytes
 from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of one number, by dtype."""
 SAMPLING_COPIES = 6
 """Arrays of the logits' size that live at once while sampling: the logits, three more that XLA holds for H100 (it
 reports 3.01 times the logits as temporaries of ``sample``), and two of scratch for the sort on the device."""
@@ -138,11 +137,6 @@ def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
         dense=dense * 3 * m.hidden_size * (m.intermediate_size // tp) * item,
         vocabulary=(tables * m.vocab_size // tp + 1) * m.hidden_size * item,
     )
-
-
-def expert_bytes(model: ModelConfig) -> int:
-    """Weights of one expert of one layer: gate, up and down."""
-    return 3 * model.hidden_size * model.moe_intermediate_size * ITEM_BYTES[model.dtype]
 
 
 def kv_bytes_per_token(model: ModelConfig, tp: int = 1) -> int:

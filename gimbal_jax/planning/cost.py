@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import comb
 
 from gimbal_jax.config import Exchange, MeshConfig, ModelConfig, PlacementConfig
-from gimbal_jax.model.memory import ITEM_BYTES, expert_bytes, kv_bytes_per_token, weight_bytes
+from gimbal_jax.model.memory import kv_bytes_per_token, weight_bytes
+from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
 from gimbal_jax.planning.gpus import Gpu
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from gimbal_jax.model.memory import GB, expert_bytes, kv_bytes_per_token
+from gimbal_jax.model.memory import GB, kv_bytes_per_token
+from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.planning.cost import exchange_bytes, migration_cost, remote_ranks
 from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, recommended, smallest_count
 

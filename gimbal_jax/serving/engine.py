@@ -98,6 +98,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
     def free_pages(self) -> int:
         return self._pages.available
 

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_share
-from gimbal_jax.serving.replay import Summary
+from gimbal_jax.serving.measurement import Summary
 
 RANK_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,8 +28,12 @@ class SimulatedRunner:
         rng: np.random.Generator,
         expert_bytes: int,
         overlapped: bool = False,
+        on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``overlapped``: experts move beside the steps; see ``Costs.migration_seconds``."""
+        """``overlapped``: experts move beside the steps; see ``Costs.migration_seconds``.
+
+        ``on_step`` is called with the seconds of a step when they have passed.
+        """
         self.expert_bytes = expert_bytes
         self.seconds: Counter[str] = Counter()
         """Time that passed in steps, by part, and in migrations."""
@@ -41,7 +45,7 @@ class SimulatedRunner:
         self.fullest_pairs = 0
         """Pairs of the fullest rank of each layer and step, added up: times ranks over ``pairs`` is the imbalance."""
         self._config, self._router, self._costs, self._clock, self._rng = config, router, costs, clock, rng
-        self._overlapped = overlapped
+        self._overlapped, self._on_step = overlapped, on_step
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._shape = len(slot_of_expert_LE), config.mesh.dp, slot_of_expert_LE.shape[1]
@@ -60,7 +64,9 @@ class SimulatedRunner:
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)
         self.steps += 1
-        self._clock.advance(sum(parts.values()))
+        seconds = sum(parts.values())
+        self._clock.advance(seconds)
+        self._on_step(seconds)
         return [[self._next_token(chunk) for chunk in plan.chunks] for plan in plans]
 
     def take_counts(self) -> np.ndarray:

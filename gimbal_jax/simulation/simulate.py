@@ -5,6 +5,7 @@ Server, dispatcher, queues, traffic and placement are those that serve; devices,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +13,13 @@ from functools import partial
 import numpy as np
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
-from gimbal_jax.model.memory import expert_bytes
+from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.replay import Measurement, Summary, summarise
+from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.engine import max_sequence_tokens
+from gimbal_jax.serving.frontend import QueueFull
+from gimbal_jax.serving.measurement import Measurement, Summary, summarise
 from gimbal_jax.serving.request import Output, Request, SamplingParams
 from gimbal_jax.serving.server import Server
 from gimbal_jax.serving.status import PlacementRecord
@@ -51,10 +55,10 @@ class Run:
     steps: int
     parts: Mapping[str, float]
     """Seconds that passed in steps, by part, and in migrations."""
+    live: float
+    """Mean number of requests that have arrived and not ended."""
     running: float
-    """Mean number of requests that an engine runs."""
-    waiting: float
-    """Mean number of requests that wait, all over."""
+    """Mean number of requests that an engine runs; what of ``live`` does not run waits."""
     kv_use: float
     """Mean share of KV pages in use."""
     prompt_gap: float
@@ -65,7 +69,10 @@ class Run:
     """Share of expert tokens that left their source's ranks."""
     placements: tuple[PlacementRecord, ...]
     experts_moved: int
+    bytes_moved: int
     preemptions: int
+    tokens_computed: int
+    """Tokens that went through the model, recomputed ones included."""
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray
     """At the end."""
@@ -88,3 +95,160 @@ def simulate(
     ``slot_of_expert_LE`` is the placement at the start, by default the contiguous one.
     """
     return _Simulation(system, testbed, costs, router, seed, slot_of_expert_LE, on_done).run(arrivals)
+
+
+class _Simulation:
+    """One run while it goes on."""
+
+    def __init__(
+        self,
+        system: System,
+        testbed: Testbed,
+        costs: Costs,
+        router: Router,
+        seed: int,
+        slot_of_expert_LE: np.ndarray | None,
+        on_done: Callable[[Measurement], None],
+    ) -> None:
+        model, mesh, placement = testbed.model, testbed.mesh, system.placement
+        blocking = system.migration == "blocking"
+        if blocking:
+            placement = replace(placement, migrate_bytes_per_tick=2**63)
+        if slot_of_expert_LE is None:
+            slot_of_expert_LE = static_placement(router.layers, router.experts, mesh.ranks)
+        rng = np.random.default_rng(seed)
+        config = ServerConfig(mesh, testbed.engine, system.dispatch, system.queue, placement)
+        clock = VirtualClock()
+        decisions = VirtualExecutor(clock, costs.decision_seconds(placement.policy), blocking)
+        self._runner = SimulatedRunner(
+            config,
+            slot_of_expert_LE,
+            router,
+            costs,
+            clock,
+            rng,
+            expert_bytes(model),
+            overlapped=system.migration == "overlapped",
+            on_step=self._observe,
+        )
+        self._server = Server(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
+        self._server.on_outputs = self._deliver
+        self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
+        self._first_window_steps = system.first_window_steps
+        self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
+        self._observed: tuple[Trace, ...] = ()
+        self._live: dict[str, Measurement] = {}
+        self._done: dict[str, Measurement] = {}
+        self._live_integral = self._changed = 0.0
+        """Live requests over time, up to the last change of their number."""
+        self._running_integral = self._kv_integral = 0.0
+        self._prompt_tokens_S = np.zeros(mesh.dp, np.int64)
+        self._gaps: list[float] = []
+
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        clock, period = self._clock, self._config.dispatch.trace_period_s
+        self._check(arrivals)
+        for number, arrival in enumerate(arrivals):
+            clock.at(arrival.time_s, partial(self._arrive, str(number), arrival))
+        clock.at(GAP_PERIOD_S, self._sample_gap)
+        self._server.open()
+        asked = self._first_window_steps is None
+        while len(self._done) < len(arrivals):
+            began = clock.now
+            self._server.tick(began)
+            if not asked and self._runner.steps >= (self._first_window_steps or 0):
+                self._server.rebalance()
+                asked = True
+            if clock.now == began:  # nothing to run: as long as the real server sleeps
+                clock.advance(min(period, clock.next_due - began))
+        return self._report(len(arrivals))
+
+    def _check(self, arrivals: Sequence[Arrival]) -> None:
+        limit = max_sequence_tokens(self._config.engine)
+        for arrival in arrivals:
+            if arrival.input_tokens + arrival.output_tokens > limit:
+                raise ValueError(
+                    f"input_tokens + output_tokens must be at most {limit} (max_model_len, num_pages), not "
+                    f"{arrival.input_tokens} + {arrival.output_tokens}"
+                )
+
+    def _arrive(self, request_id: str, arrival: Arrival) -> None:
+        """Do what the frontend does."""
+        now = self._clock.now
+        if self._server.traces is not self._observed:
+            self._observed = self._server.traces
+            self._dispatcher.observe(self._observed)
+        decision, sequence = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
+        prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
+        sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
+        self._count_live(now)
+        self._live[request_id] = Measurement(arrival.time_s, arrival.input_tokens, 0, math.nan, math.nan)
+        try:
+            self._server.submit(Request(request_id, prompt, sampling, now, decision.engine, sequence))
+        except QueueFull as error:
+            self._finish(request_id, replace(self._live[request_id], e2e_s=0.0, error=str(error)))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Take in the news of a tick, at the end of its step."""
+        now = self._clock.now
+        for output in outputs:
+            seen = self._live[output.request_id]
+            if seen.output_tokens == 0:
+                seen = replace(seen, ttft_s=now - seen.arrival_s)
+            seen = replace(seen, output_tokens=seen.output_tokens + len(output.token_ids))
+            self._live[output.request_id] = seen
+            if output.finish_reason is not None:
+                self._finish(output.request_id, replace(seen, e2e_s=now - seen.arrival_s, error=output.error))
+
+    def _finish(self, request_id: str, measurement: Measurement) -> None:
+        self._count_live(self._clock.now)
+        del self._live[request_id]
+        self._done[request_id] = measurement
+        self._dispatcher.finished(request_id)
+        self._on_done(measurement)
+
+    def _count_live(self, now: float) -> None:
+        """Their number is about to change."""
+        self._live_integral += len(self._live) * (now - self._changed)
+        self._changed = now
+
+    def _observe(self, seconds: float) -> None:
+        """A step of this length has run; its results are not taken in yet."""
+        for engine in self._server.engines:
+            self._running_integral += seconds * engine.running
+            self._kv_integral += seconds * (1 - engine.free_pages / self._config.engine.num_pages)
+
+    def _sample_gap(self) -> None:
+        tokens_S = np.array([engine.prefill_tokens for engine in self._server.engines])
+        since_S, self._prompt_tokens_S = tokens_S - self._prompt_tokens_S, tokens_S
+        self._gaps.append(float(since_S.max() - since_S.min()) / GAP_PERIOD_S)
+        self._clock.at(self._clock.now + GAP_PERIOD_S, self._sample_gap)
+
+    def _report(self, count: int) -> Run:
+        requests = tuple(self._done[str(number)] for number in range(count))
+        seconds = max((m.arrival_s + m.e2e_s for m in requests), default=0.0)
+        status = self._server.status()
+        self._server.stop()
+        engines, runner = len(self._server.engines), self._runner
+        running = self._running_integral / max(seconds, 1e-9)
+        return Run(
+            requests=requests,
+            clients=summarise(requests),
+            seconds=seconds,
+            steps=runner.steps,
+            parts=dict(runner.seconds),
+            live=self._live_integral / max(seconds, 1e-9),
+            running=running / engines,
+            kv_use=self._kv_integral / max(seconds, 1e-9) / engines,
+            prompt_gap=float(np.mean(self._gaps)) if self._gaps else math.nan,
+            imbalance=runner.fullest_pairs * self._config.mesh.ranks / max(runner.pairs, 1),
+            remote_share=runner.remote_pairs / max(runner.pairs, 1),
+            placements=status.placements,
+            experts_moved=status.experts_moved,
+            bytes_moved=status.bytes_moved,
+            preemptions=status.preemptions,
+            tokens_computed=sum(status.tokens_computed_S),
+            counts_LSE=status.total_counts_LSE,
+            slot_of_expert_LE=status.slot_of_expert_LE,
+            outside=dict(self._costs.outside),
+        )

@@ -15,13 +15,13 @@ from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, PlacementCo
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.memory import (
     device_bytes,
-    expert_bytes,
     kv_bytes_per_token,
     migration_bytes,
     step_bytes,
     weight_bytes,
 )
 from gimbal_jax.model.sharding import RANKS
+from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.model.step import abstract_model, abstract_state
 
 QWEN = PRESETS["Qwen3-30B-A3B"]

@@ -7,7 +7,8 @@ import pytest
 
 from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.model.memory import expert_bytes, kv_bytes_per_token, weight_bytes
+from gimbal_jax.model.memory import kv_bytes_per_token, weight_bytes
+from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.planning.cost import (
     decode_seconds,
     exchange_bytes,

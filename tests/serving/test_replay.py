@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from gimbal_jax.serving.client_records import Chunk, Overloaded
+from gimbal_jax.serving.measurement import Measurement, summarise
 from gimbal_jax.serving.replay import (
     Call,
-    Measurement,
     TraceRow,
     conversation_topics,
     read_trace,
     replay,
     scale_trace,
-    summarise,
 )
 from tests.serving.fake_server import with_server
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gimbal_jax.serving.replay import Measurement, summarise
+from gimbal_jax.serving.measurement import Measurement, summarise
 from gimbal_jax.serving.report import RunReport, Traffic, comparison_table, draw, expert_traffic
 
 # One layer, two sources of one rank each, four experts: two slots per rank.
