@@ -3,7 +3,7 @@
 A token of topic j chooses, in layer l, the k experts with the highest
 ``popularity * b[l, e] + topicality * u[l, j, e] + phase * v[l, prefill or decode, e] + Gumbel noise``
 (b, u, v standard normal, fixed per router), the form of ``scheduler.windows``. A router keeps a bank of tokens drawn
-so; a simulated token takes the choices of one of them. Or the logits follow from the counts of a real server.
+so; a simulated token takes the choices of one of them. Or the bank follows from the counts of a real server.
 
 The ids of simulated tokens say how they route, so that they pass through the real engine: ``2 * topic`` in a prompt,
 ``2 * topic + 1`` in an output; the topic after the last one stands for "its source's own".
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -48,21 +49,17 @@ BALANCED = RoutingConfig(topics=1, popularity=0.0, topicality=0.0, phase=0.0)
 class Router:
     """A fixed router as a bank of choices. Its tables are never written to."""
 
-    def __init__(self, logits_LJE: np.ndarray, k: int, config: RoutingConfig, rng: np.random.Generator) -> None:
-        """``logits_LJE``: two profiles for each topic, its prompt's and its output's."""
-        layers, profiles, experts = logits_LJE.shape
-        self.config = config
-        self.experts, self.layers, self.k = experts, layers, k
-        # The k first arrivals of exponential clocks are the k highest logits with Gumbel noise.
-        rate_JLE = np.exp(logits_LJE - logits_LJE.max(axis=2, keepdims=True)).astype(np.float32).swapaxes(0, 1)
-        self.chosen_JNLk = np.empty((profiles, BANK_TOKENS, layers, k), np.int16)
-        """Experts that each token of the bank chose."""
-        for profile in range(profiles):
-            clock_NLE = rng.standard_exponential((BANK_TOKENS, layers, experts), np.float32) / rate_JLE[profile]
-            self.chosen_JNLk[profile] = np.argpartition(clock_NLE, k - 1, axis=2)[:, :, :k]
-        blocks_JXNLk = self.chosen_JNLk.reshape(profiles, -1, BLOCK_TOKENS, layers, k)
+    def __init__(self, chosen_JNLk: np.ndarray, experts: int, config: RoutingConfig, next_topic: int = 1) -> None:
+        """``chosen_JNLk``: experts that each token of the bank chose; two profiles for each topic, its prompt's and
+        its output's. A source's topic is ``next_topic`` further on after every ``trend_s``.
+        """
+        profiles, tokens, self.layers, self.k = chosen_JNLk.shape
+        self.config, self.experts = config, experts
+        self.chosen_JNLk = chosen_JNLk.astype(np.int16)
+        blocks_JXNLk = chosen_JNLk.reshape(profiles, tokens // BLOCK_TOKENS, BLOCK_TOKENS, self.layers, self.k)
         self.blocks_JXLE = np.stack([[_counts_LE(block, experts) for block in blocks] for blocks in blocks_JXNLk])
         """Counts of each block of the bank, float64 and whole."""
+        self._next_topic = next_topic
 
     @property
     def topics(self) -> int:
@@ -70,7 +67,7 @@ class Router:
 
     def own_topic(self, source: int, time: float) -> int:
         """The topic of a source; also what is in fashion, for source 0."""
-        return (source + int(time / self.config.trend_s)) % self.topics
+        return (source + self._next_topic * int(time / self.config.trend_s)) % self.topics
 
     def draw_topics(self, times_s: Sequence[float], rng: np.random.Generator) -> list[int | None]:
         """A topic for each request that arrives at one of these times; None is its source's own."""
@@ -124,7 +121,46 @@ def synthetic_router(config: RoutingConfig, layers: int, experts: int, k: int, s
     """A router drawn by ``seed``."""
     rng = np.random.default_rng(seed)
     popularity_LE = config.popularity * rng.normal(size=(layers, experts))
-    topicality_LJE = config.topicality * rng.normal(size=(layers, config.topics, experts))
-    phase_LPE = config.phase * rng.normal(size=(layers, 2, experts))
-    logits_LJPE = popularity_LE[:, None, None] + topicality_LJE[:, :, None] + phase_LPE[:, None]
-    return Router(logits_LJPE.reshape(layers, 2 * config.topics, experts), k, config, rng)
+    topicality_JLE = config.topicality * rng.normal(size=(config.topics, layers, experts))
+    phase_PLE = config.phase * rng.normal(size=(2, layers, experts))
+    chosen = []
+    for topic_LE, phase_LE in product(topicality_JLE, phase_PLE):
+        # The k first arrivals of exponential clocks are the k highest logits with Gumbel noise.
+        rate_LE = np.exp(popularity_LE + topic_LE + phase_LE).astype(np.float32)
+        time_NLE = rng.standard_exponential((BANK_TOKENS, layers, experts), np.float32) / rate_LE
+        chosen.append(np.argpartition(time_NLE, k - 1, axis=2)[:, :, :k])
+    return Router(np.stack(chosen), experts, config)
+
+
+def recorded_router(counts_WLSE: np.ndarray, k: int, window_s: float, seed: int) -> Router:
+    """A router under which each source's traffic is what a real server counted, window after window, over again.
+
+    Every request has its source's own topic, and prompts route as outputs do: counts do not tell them apart. A token
+    chooses expert e with probability k * share of e (at most 1), by systematic sampling in random order.
+    Raises ValueError for a layer without traffic.
+    """
+    windows, layers, sources, experts = counts_WLSE.shape
+    counts_JLE = counts_WLSE.swapaxes(1, 2).reshape(windows * sources, layers, experts)
+    if not counts_JLE.any(axis=2).all():
+        raise ValueError("counts: every window needs traffic from every source in every layer")
+    rng = np.random.default_rng(seed)
+    chosen_JNLk = np.stack([_systematic_NLk(counts_LE, k, rng) for counts_LE in counts_JLE])
+    config = RoutingConfig(topics=windows * sources, persistence=1.0, trend_s=window_s)
+    return Router(np.repeat(chosen_JNLk, 2, axis=0), experts, config, next_topic=sources)
+
+
+def _systematic_NLk(counts_LE: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Choices of a bank: k different experts a token, each as often as its count says (Madow 1949)."""
+    chance_LE = counts_LE * (k / counts_LE.sum(axis=1, keepdims=True))
+    for _ in range(k):  # nobody is chosen twice: what is above 1 goes to the others
+        over_L1 = (np.maximum(chance_LE, 1) - 1).sum(axis=1, keepdims=True)
+        chance_LE = np.minimum(chance_LE, 1)
+        rest_LE = np.where(chance_LE < 1, chance_LE, 0)
+        chance_LE += over_L1 * rest_LE / np.maximum(rest_LE.sum(axis=1, keepdims=True), 1e-300)
+    order_NLE = np.argsort(rng.random((BANK_TOKENS, *counts_LE.shape), np.float32), axis=2)
+    chance_NLE = np.take_along_axis(np.broadcast_to(chance_LE, order_NLE.shape), order_NLE, axis=2)
+    # An expert is chosen where the running sum passes one of u, u + 1, ..., u + k - 1.
+    passed_NLE = np.ceil(np.cumsum(chance_NLE, axis=2) - rng.random((BANK_TOKENS, len(counts_LE), 1)))
+    passed_NLE[:, :, -1] = k  # whatever rounding made of it
+    chosen_NLE = np.diff(passed_NLE, axis=2, prepend=0) > 0
+    return order_NLE[chosen_NLE].reshape(BANK_TOKENS, len(counts_LE), k)

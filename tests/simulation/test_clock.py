@@ -1,0 +1,58 @@
+"""Virtual time: what is due happens in its order and at its time, also in the middle of a cost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
+
+
+@given(st.lists(st.floats(0, 10)), st.lists(st.floats(0, 3)))
+def test_everything_happens_once_at_its_time_and_in_order(times, advances):
+    clock, happened = VirtualClock(), []
+    for number, time in enumerate(times):
+        clock.at(time, lambda time=time, number=number: happened.append((time, number, clock.now)))
+    for seconds in (0.0, *advances):
+        clock.advance(seconds)
+    assert clock.now == sum(advances)
+    assert [(time, number) for time, number, _ in happened] == sorted(
+        (time, number) for number, time in enumerate(times) if time <= clock.now
+    )
+    assert all(time == now for time, _, now in happened)
+    assert clock.next_due == min((time for time in times if time > clock.now), default=float("inf"))
+
+
+def test_what_an_action_asks_for_on_the_way_happens_on_the_way():
+    clock, happened = VirtualClock(), []
+    clock.at(1.0, lambda: clock.at(2.0, lambda: happened.append(clock.now)))
+    clock.advance(3.0)
+    assert happened == [2.0] and clock.now == 3.0
+
+
+def test_what_is_asked_for_too_late_happens_next():
+    clock, happened = VirtualClock(), []
+    clock.advance(5.0)
+    clock.at(1.0, lambda: happened.append(clock.now))
+    clock.advance(0.0)
+    assert happened == [5.0]
+
+
+def test_a_decision_takes_its_time_beside_the_engines():
+    clock = VirtualClock()
+    future = VirtualExecutor(clock, 2.0, blocking=False).submit(lambda a: a + 1, 1)
+    clock.advance(1.9)
+    assert not future.done()
+    clock.advance(0.2)
+    assert future.result(timeout=0) == 2
+
+
+def test_a_blocking_decision_stops_the_clock_s_owner():
+    clock = VirtualClock()
+    future = VirtualExecutor(clock, 2.0, blocking=True).submit(lambda: "done")
+    assert clock.now == 2.0 and future.result(timeout=0) == "done"
+
+
+def test_a_failed_decision_is_reported():
+    future = VirtualExecutor(VirtualClock(), 0.0, blocking=True).submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        future.result(timeout=0)
