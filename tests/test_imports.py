@@ -126,8 +126,9 @@ def test_forbidden_imports_are_seen(module: str, source: str, found: list[str]):
     assert forbidden_imports(source, module) == found
 
 
-def test_scheduler_does_not_load_jax():
-    modules = [module_of(path) for path in sources(PACKAGE / "scheduler") if path.name != "__init__.py"]
+@pytest.mark.parametrize("part", ["scheduler", "simulation"])
+def test_what_needs_no_device_does_not_load_jax(part: str):
+    modules = [module_of(path) for path in sources(PACKAGE / part) if path.name != "__init__.py"]
     assert modules
     program = f"import sys, {', '.join(modules)}\nsys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
