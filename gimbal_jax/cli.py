@@ -31,6 +31,7 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.mesh_cli import mesh_app
+from gimbal_jax.simulate_cli import simulate
 from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
 )
 app.add_typer(mesh_app, name="mesh")
+app.command()(simulate)
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder: Hugging Face safetensors, or Orbax from `convert`.")]
 Devices = Annotated[str, typer.Option(help="`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices.")]

@@ -24,7 +24,7 @@ from tests.serving.fake_server import FakeCore, running_server
 
 GOLDENS = Path(__file__).parent / "goldens"
 BASE = GOLDENS / "base"
-COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh")
+COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh", "simulate")
 
 
 def gimbal(*arguments: object) -> Result:

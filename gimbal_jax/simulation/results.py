@@ -1,0 +1,46 @@
+"""A run as a record that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from gimbal_jax.simulation.simulate import Run
+
+
+def run_record(run: Run) -> dict[str, Any]:
+    """The numbers of a run, all of them simulated. Seconds, tokens and requests; None for what was not measured.
+
+    Of placement decisions only the last ``RECORDS`` (see ``serving.rebalance``) are known and counted.
+    """
+    outcomes = Counter(record.outcome for record in run.placements)
+    record = {
+        "clients": asdict(run.clients),
+        "requests_per_s": (run.clients.requests - run.clients.failed) / run.seconds if run.seconds else math.nan,
+        "seconds": run.seconds,
+        "steps": run.steps,
+        "seconds_by_part": dict(run.parts),
+        "live": run.live,
+        "running": run.running,
+        "kv_use": run.kv_use,
+        "prompt_gap_tokens_per_s": run.prompt_gap,
+        "imbalance": run.imbalance,
+        "remote_share": run.remote_share,
+        "placement_decisions": len(run.placements),
+        "placements_applied": outcomes["applied"],
+        "experts_moved": run.experts_moved,
+        "bytes_moved": run.bytes_moved,
+        "preemptions": run.preemptions,
+        "tokens_computed": run.tokens_computed,
+        "outside": dict(run.outside),
+    }
+    return _without_nan(record)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

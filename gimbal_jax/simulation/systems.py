@@ -1,0 +1,154 @@
+"""The systems that are compared. Each one is a value; what differs between two of them is what their records say.
+
+Sources: the paper's sections 4 to 7 for Gimbal, its parts and its baselines; ``docs/scheduling.md`` for the rules of
+dispatch. Peers serve with their own dispatch, queue and schedule of expert moves, and with our engine.
+
+*Schedules.* vLLM moves experts by EPLB every 3,000 steps, for the first time after a quarter of that
+(``EPLBConfig.step_interval``; ``vllm/distributed/eplb``), SGLang every 1,000 forward passes
+(``eplb_rebalance_num_iterations``). Of its 3,000 steps vLLM counts the last 1,000 (``window_size``); here a window is
+the whole interval. The paper builds Gimbal into vLLM's EPLB, so its systems have the same schedule and stop the engines
+too.
+
+*Weights.* Gimbal's are (1, 0.2, 0.1), which the paper's procedure of calibration finds in our normalisation; its own
+(1, 0.0025, 1) freeze the experts there (``docs/scheduling.md``). It applies whatever lowers the objective (5.3), and
+decides by the last window alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gimbal_jax.config import DispatchConfig, PlacementConfig, QueueConfig, QueuePolicy
+from gimbal_jax.simulation.system import System
+
+_FCFS = QueueConfig("fcfs")
+_SJF = QueueConfig("sjf_aging")
+_STATIC = PlacementConfig("static")
+_EPLB = PlacementConfig("eplb", window_steps=3000, smoothing=0.0)
+_GIMBAL_PLACEMENT = replace(_EPLB, policy="gimbal", beta=0.2, gamma=0.1, min_gain=0.0)
+_FIRST_STEPS = 750
+QUEUES: tuple[QueuePolicy, ...] = ("fcfs", "hrrn")
+"""Of the study of queues, besides ``sjf_aging``."""
+PRESSURE_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""``lambda_moe`` of the study of pressure."""
+_VLLM_DISPATCH = DispatchConfig("vllm_classic")
+_GIMBAL_DISPATCH = DispatchConfig("gimbal")
+_NO_PRESSURE = DispatchConfig("gimbal", lambda_moe=0.0)
+
+_VLLM = System(
+    "vllm",
+    "vLLM in the paper's time: fewest requests, EPLB while all engines wait",
+    _VLLM_DISPATCH,
+    _FCFS,
+    _EPLB,
+    "blocking",
+    _FIRST_STEPS,
+)
+_GIMBAL = System(
+    "gimbal",
+    "the paper's Gimbal-All: pressure of experts in dispatch",
+    _GIMBAL_DISPATCH,
+    _SJF,
+    _GIMBAL_PLACEMENT,
+    "blocking",
+    _FIRST_STEPS,
+)
+_GIMBAL_STATIC = System("gimbal_static", "Gimbal's dispatch and queue; experts stay", _NO_PRESSURE, _SJF, _STATIC)
+_OFFLINE = replace(_VLLM, placement=_STATIC, migration="between_steps", first_window_steps=None)
+
+_ALL: tuple[System, ...] = (
+    _VLLM,
+    replace(
+        _VLLM,
+        name="vllm_0_33",
+        summary="vLLM 0.33: fewest requests with a penalty for KV use, EPLB beside the steps",
+        dispatch=DispatchConfig("vllm_0_33"),
+        migration="overlapped",
+    ),
+    System(
+        "sglang",
+        "SGLang: fewest tokens in cache and queue, EPLB beside the steps",
+        DispatchConfig("sglang_total_tokens"),
+        _FCFS,
+        replace(_EPLB, window_steps=1000),
+        "overlapped",
+    ),
+    replace(
+        _OFFLINE,
+        name="moetuner",
+        summary="vLLM with MoETuner's experts, placed before the run by another run's traffic",
+        offline="moetuner",
+    ),
+    replace(
+        _OFFLINE,
+        name="sem_moe",
+        summary="vLLM with Sem-MoE's experts and engines of requests, by an oracle that knows this run's traffic",
+        offline="sem_moe",
+    ),
+    replace(
+        _VLLM, name="gimbal_dp", summary="only Gimbal's dispatch and queue; EPLB", dispatch=_NO_PRESSURE, queue=_SJF
+    ),
+    replace(_VLLM, name="gimbal_ep", summary="only Gimbal's placement, in vLLM", placement=_GIMBAL_PLACEMENT),
+    replace(
+        _GIMBAL,
+        name="gimbal_no_collab",
+        summary="Gimbal without pressure of experts in dispatch",
+        dispatch=_NO_PRESSURE,
+    ),
+    _GIMBAL,
+    replace(
+        _GIMBAL,
+        name="gimbal_uncalibrated",
+        summary="Gimbal with placement weights (1, 1, 1)",
+        placement=replace(_GIMBAL_PLACEMENT, policy="gimbal_uncalibrated"),
+    ),
+    System(
+        "gimbal+",
+        "ours: late binding, refined placement by short windows, moved layer by layer between steps",
+        DispatchConfig("late"),
+        _SJF,
+        PlacementConfig("gimbal_refined"),
+    ),
+    # For studies of dispatch and queue alone: experts stay where they are.
+    replace(_OFFLINE, name="static", summary="vLLM's dispatch and queue; experts stay"),
+    replace(
+        _OFFLINE,
+        name="round_robin",
+        summary="in turn, first come first served; experts stay",
+        dispatch=DispatchConfig("round_robin"),
+    ),
+    _GIMBAL_STATIC,
+    System("late_static", "late binding, shortest first; experts stay", DispatchConfig("late"), _SJF, _STATIC),
+    # For other studies: queues, pressure, and refined placement alone.
+    *(
+        System(
+            f"{name}_static_{queue}",
+            f"{name} dispatch and {queue} queue; experts stay",
+            dispatch,
+            QueueConfig(queue),
+            _STATIC,
+        )
+        for name, dispatch in (("gimbal", _NO_PRESSURE), ("late", DispatchConfig("late")))
+        for queue in QUEUES
+    ),
+    *(
+        replace(
+            system,
+            name=f"{name}_moe_{weight:g}",
+            summary=f"{name} with lambda_moe {weight:g}",
+            dispatch=DispatchConfig("gimbal", lambda_moe=weight),
+        )
+        for name, system in (("gimbal", _GIMBAL), ("gimbal_static", _GIMBAL_STATIC))
+        for weight in PRESSURE_WEIGHTS
+    ),
+    replace(
+        _VLLM,
+        name="refined_ep",
+        summary="only our refined placement, in vLLM",
+        placement=PlacementConfig("gimbal_refined"),
+        migration="between_steps",
+        first_window_steps=None,
+    ),
+)
+SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
