@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.scheduler.dispatch import Decision, least, sum_S
 from gimbal_jax.scheduler.queue import Job, queue_key
 
 
-@dataclass(frozen=True)
-class Unbound:
+class Unbound(NamedTuple):
     """A request in the central queue."""
 
     id: str
@@ -49,12 +49,24 @@ def bind(
     """Requests to give to an engine now, in the order of the queue.
 
     An engine has room for a request if a row is free, the pages of its prefill and of one token
-    more, and if the step can compute all of what is not cached beside the prefills that the queue
-    runs before it; a prompt that is longer than a step has room where none runs before it. Of
-    the engines with room it gets the one with the least work: decode rows + prefill left + its own
+    more, and if the step can compute at least the first of its tokens beside the prefills that the
+    queue runs before it: so no step stays emptier than it must. Of the engines with room it gets the one with the least work: decode rows + prefill left + its own
     uncached tokens; ties go in turn, from ``turn`` on. An engine that a request would like and
     cannot have takes none of those behind it, so that no request starves.
     """
+    keyed = [(queue_key(queue, request.job, now), request) for request in waiting]
+    return bind_in_order(sorted(keyed, key=lambda one: one[0]), rooms_S, engine, queue, turn, now)
+
+
+def bind_in_order(
+    keyed: Iterable[tuple[tuple[float, ...], Unbound]],
+    rooms_S: Sequence[Room],
+    engine: EngineConfig,
+    queue: QueueConfig,
+    turn: int,
+    now: float,
+) -> list[tuple[Unbound, Decision]]:
+    """``bind`` for requests with their ``queue_key``, smallest first. Takes no more of them than it must."""
     engines = range(len(rooms_S))
     free_rows_S = [room.free_rows for room in rooms_S]
     free_pages_S = [room.free_pages for room in rooms_S]
@@ -63,8 +75,7 @@ def bind(
     bound: list[tuple[Unbound, Decision]] = []
     if not open_engines:
         return bound
-    keys = [queue_key(queue, request.job, now) for request in waiting]
-    for key, request in sorted(zip(keys, waiting, strict=True), key=lambda keyed: keyed[0]):
+    for key, request in keyed:
         prompt, cached_S = request.job.prefill_tokens, request.cached_tokens_S
         tokens_S = tuple(max(1, prompt - cached) for cached in cached_S)
         pages_S = [-(-(prompt + 1) // engine.page_size) - cached // engine.page_size for cached in cached_S]
@@ -75,7 +86,7 @@ def bind(
             if free_rows_S[s]
             and pages_S[s] <= free_pages_S[s]
             and _step_has_room(
-                engine, rooms_S[s].decode_rows, [tokens for other, tokens in prefills_S[s] if other <= key], tokens_S[s]
+                engine, rooms_S[s].decode_rows, [tokens for other, tokens in prefills_S[s] if other <= key]
             )
         }
         if not fitting:
@@ -97,10 +108,7 @@ def bind(
     return bound
 
 
-def _step_has_room(engine: EngineConfig, decode_rows: int, before: Sequence[int], tokens: int) -> bool:
-    """Whether a step has room for a prefill of ``tokens`` after the prefills ``before`` it."""
-    tokens_left = engine.token_budget - decode_rows - sum(before)
-    tiles_left = engine.token_budget // engine.tile - sum(-(-n // engine.tile) for n in before)
-    if not before:
-        return tokens_left > 0
-    return tokens <= tokens_left and -(-tokens // engine.tile) <= tiles_left
+def _step_has_room(engine: EngineConfig, decode_rows: int, before: Sequence[int]) -> bool:
+    """Whether a step can begin another prefill after the prefills ``before`` it."""
+    tiles = sum(-(-tokens // engine.tile) for tokens in before)
+    return decode_rows + sum(before) < engine.token_budget and tiles < engine.token_budget // engine.tile

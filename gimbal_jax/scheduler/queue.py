@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 from gimbal_jax.config import QueueConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What the order may depend on: a request with prefill left, started or not."""
 
     arrival: float
@@ -29,14 +29,25 @@ def queue_key(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:
     machine cancels out. ``priority``: the user's priority, and ``sjf_aging`` within it (ours).
     """
     match config.policy:
+        case "sjf_aging":
+            return _sjf_aging(config, job, now)
         case "fcfs":
             return (job.arrival,)
         case "hrrn":
             return (-job.waited_tokens / max(1, job.prefill_tokens), job.arrival)
-        case "sjf_aging":
-            return _sjf_aging(config, job, now)
         case "priority":
             return (job.priority, *_sjf_aging(config, job, now))
+
+
+def key_until(config: QueueConfig, job: Job, now: float) -> float:
+    """A job that does not start keeps its ``queue_key`` of ``now`` before this time; a key need not change then."""
+    match config.policy:
+        case "hrrn":  # changes with whatever the queue processes
+            return -math.inf
+        case "fcfs":
+            return math.inf
+        case "sjf_aging" | "priority":
+            return math.inf if now - job.arrival > config.aging_s else job.arrival + config.aging_s
 
 
 def _sjf_aging(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ def tokens_LSR(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int
 
 def rank_load_LR(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:
     """Expert tokens that each rank processes."""
-    return tokens_LSR(counts_LSE, slot_of_expert_LE, ranks).sum(axis=1)
+    return tokens_LSR(counts_LSE.sum(axis=1, keepdims=True), slot_of_expert_LE, ranks)[:, 0]
 
 
 def imbalance_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> np.ndarray:

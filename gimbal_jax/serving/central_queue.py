@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.scheduler.dispatch import Decision
-from gimbal_jax.scheduler.late import Unbound, bind
-from gimbal_jax.scheduler.queue import Job
+from gimbal_jax.scheduler.late import Unbound, bind_in_order
+from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 from gimbal_jax.serving.engine import Engine
 from gimbal_jax.serving.request import FinishReason, Output, Request
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    request: Request
+    joined: int
+    """Prefill tokens that the engines had processed when it joined."""
+    key: tuple[float, ...] = ()
+    key_until: float = -math.inf
+    """Its sort key in the queue, and when that is no longer sure to hold."""
 
 
 class CentralQueue:
@@ -19,8 +32,7 @@ class CentralQueue:
         self._engines = engines
         self._config = config
         self._queue = queue
-        self._waiting: dict[str, tuple[Request, int]] = {}
-        """Each request with the prefill tokens that the engines had processed when it joined."""
+        self._waiting: dict[str, _Waiting] = {}
         self._turn = 0
 
     @property
@@ -28,7 +40,7 @@ class CentralQueue:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        self._waiting[request.id] = request, self._prefill_tokens
+        self._waiting[request.id] = _Waiting(request, self._prefill_tokens)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request; False if it is not here (any more)."""
@@ -50,24 +62,35 @@ class CentralQueue:
         if not any(room.free_rows for room in rooms_S):
             return []
         prefill_tokens = self._prefill_tokens
-        nothing_cached_S = (0,) * len(self._engines)
-        waiting = [
-            Unbound(
-                request.id,
-                Job(request.arrival, len(request.prompt), prefill_tokens - joined, request.priority),
-                nothing_cached_S,
-                request.engine,
-            )
-            for request, joined in self._waiting.values()
-        ]
-        bound = bind(waiting, rooms_S, self._config, self._queue, self._turn, now)
+        in_order = self._in_order(prefill_tokens, now)
+        bound = bind_in_order(in_order, rooms_S, self._config, self._queue, self._turn, now)
         for unbound, decision in bound:
             assert decision.engine is not None
-            request, joined = self._waiting.pop(unbound.id)
-            self._engines[decision.engine].add(request, prefill_tokens - joined)
+            waiting = self._waiting.pop(unbound.id)
+            self._engines[decision.engine].add(waiting.request, prefill_tokens - waiting.joined)
             self._turn = (decision.engine + 1) % len(self._engines)
         return [(unbound.id, decision) for unbound, decision in bound if unbound.engine is None]
+
+    def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], Unbound]]:
+        """The requests with their sort keys, smallest first: sorted only as far as they are wanted."""
+        nothing_cached_S = (0,) * len(self._engines)
+        heap = [(self._key(one, prefill_tokens, now), place, one) for place, one in enumerate(self._waiting.values())]
+        heapq.heapify(heap)
+        while heap:
+            key, _, one = heapq.heappop(heap)
+            yield key, Unbound(one.request.id, _job(one, prefill_tokens), nothing_cached_S, one.request.engine)
+
+    def _key(self, one: _Waiting, prefill_tokens: int, now: float) -> tuple[float, ...]:
+        """Its sort key, worked out anew only where it may have changed."""
+        if now >= one.key_until:
+            job = _job(one, prefill_tokens)
+            one.key, one.key_until = queue_key(self._queue, job, now), key_until(self._queue, job, now)
+        return one.key
 
     @property
     def _prefill_tokens(self) -> int:
         return sum(engine.prefill_tokens for engine in self._engines)
+
+
+def _job(one: _Waiting, prefill_tokens: int) -> Job:
+    return Job(one.request.arrival, len(one.request.prompt), prefill_tokens - one.joined, one.request.priority)

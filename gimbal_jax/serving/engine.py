@@ -6,6 +6,8 @@ Nothing here knows about devices, clocks or threads.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.scheduler.late import Room
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.pages import PageAllocator
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
@@ -44,6 +46,8 @@ class Sequence:
     length: int
     prefill_end: int
     """Tokens to compute before it decodes: its length when it last joined the queue."""
+    min_length: int
+    """Stop tokens do not end it before."""
     pages: np.ndarray
     joined: int
     """Prefill tokens that its queue had processed when it joined; see ``Job.waited_tokens``."""
@@ -51,14 +55,13 @@ class Sequence:
     """``pages[:num_pages]`` are its own; the rest is room."""
     computed: int = 0
     """Tokens whose keys and values are in the pages."""
+    key: tuple[float, ...] = ()
+    key_until: float = -math.inf
+    """While it waits: its sort key in the queue, and when that is no longer sure to hold."""
 
     @property
     def prefill_left(self) -> int:
         return max(0, self.prefill_end - self.computed)
-
-    @property
-    def output_tokens(self) -> int:
-        return self.length - len(self.request.prompt)
 
     @property
     def age(self) -> tuple[int, float, int]:
@@ -86,6 +89,7 @@ class Engine:
         self._pages = PageAllocator(config.num_pages)
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
+        """By rising age: decode goes through it once a step, and preempts from its end."""
         self._seen = 0
 
     @property
@@ -118,7 +122,8 @@ class Engine:
         tokens[:prompt_tokens] = request.prompt
         pages = np.zeros(self._pages_for(len(tokens)), np.int32)
         joined = self.prefill_tokens - waited_tokens
-        self._waiting[request.id] = Sequence(request, tokens, prompt_tokens, prompt_tokens, pages, joined)
+        min_length = prompt_tokens + request.sampling.min_tokens
+        self._waiting[request.id] = Sequence(request, tokens, prompt_tokens, prompt_tokens, min_length, pages, joined)
         self._seen = max(self._seen, request.sequence)
 
     def cancel(self, request_id: str) -> bool:
@@ -150,17 +155,19 @@ class Engine:
 
     def room(self) -> Room:
         """What ``schedule`` could let in now beside what it has, if nothing happens in between."""
-        running = self._running.values()
-        decoding = [sequence for sequence in running if not sequence.prefill_left]
-        wanted = sum(max(0, self._pages_for(sequence.length) - sequence.num_pages) for sequence in decoding)
-        free_pages = self._pages.available - wanted
+        page_size, prefills, free_pages = self._config.page_size, [], self._pages.available
+        for sequence in self._running.values():
+            if sequence.computed < sequence.prefill_end:
+                prefills.append(self._job(sequence))
+            elif sequence.length > sequence.num_pages * page_size:
+                free_pages -= 1
         # A step that preempts lets nothing in, and who was preempted comes first.
         closed = free_pages < 0 or self._waiting
         return Room(
-            decode_rows=len(decoding),
-            free_rows=0 if closed else self._config.max_rows - len(running),
+            decode_rows=len(self._running) - len(prefills),
+            free_rows=0 if closed else self._config.max_rows - len(self._running),
             free_pages=max(0, free_pages),
-            prefills=tuple(self._job(sequence) for sequence in running if sequence.prefill_left),
+            prefills=tuple(prefills),
         )
 
     def commit(self, plan: Plan, results: Iterable[NextToken | None]) -> list[Output]:
@@ -182,33 +189,36 @@ class Engine:
 
     def trace(self, now: float, expert_pressure: float) -> Trace:
         """What the dispatcher gets to know about this engine (paper 4.1)."""
+        running_prefill_tokens = kv_tokens = waiting_prefill_tokens = waiting_tokens = 0
+        for sequence in self._running.values():
+            running_prefill_tokens += sequence.prefill_left
+            kv_tokens += sequence.computed
+        for sequence in self._waiting.values():
+            waiting_prefill_tokens += sequence.prefill_end
+            waiting_tokens += sequence.length
         return Trace(
             engine=self.index,
             time=now,
             seen=self._seen,
-            running_prefill_tokens=sum(sequence.prefill_left for sequence in self._running.values()),
-            waiting_prefill_tokens=sum(sequence.prefill_left for sequence in self._waiting.values()),
+            running_prefill_tokens=running_prefill_tokens,
+            waiting_prefill_tokens=waiting_prefill_tokens,
             kv_use=1 - self._pages.available / self._config.num_pages,
             expert_pressure=expert_pressure,
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
-            kv_tokens=sum(sequence.computed for sequence in self._running.values()),
-            waiting_tokens=sum(sequence.length for sequence in self._waiting.values()),
+            kv_tokens=kv_tokens,
+            waiting_tokens=waiting_tokens,
         )
 
     def _schedule_decode(self) -> tuple[Chunk, ...]:
-        chunks = []
-        for sequence in sorted(self._running.values(), key=lambda s: s.age):
+        page_size, chunks = self._config.page_size, []
+        for sequence in list(self._running.values()):
             # Oldest first: a sequence preempted here has no row in this plan yet, and gets none, with prefill left.
-            if sequence.prefill_left:
+            if sequence.computed < sequence.prefill_end:
                 continue
-            while not self._take_pages(sequence, self._pages_for(sequence.length)):
-                youngest = max(self._running.values(), key=lambda s: s.age)
-                self._preempt(youngest)
-                if youngest is sequence:
-                    break
-            else:
-                chunks.append(_chunk(sequence, 1))
+            if sequence.length > sequence.num_pages * page_size and not self._take_page(sequence):
+                continue
+            chunks.append(_chunk(sequence, 1))
         return tuple(chunks)
 
     def _schedule_prefill(self, now: float, decode_rows: int, admit: bool) -> tuple[tuple[Chunk, ...], int]:
@@ -216,12 +226,18 @@ class Engine:
         tile = self._config.tile
         tokens_left = self._config.token_budget - decode_rows
         tiles_left = all_tiles = self._config.token_budget // tile
-        candidates = [sequence for sequence in self._running.values() if sequence.prefill_left]
+        running = [sequence for sequence in self._running.values() if sequence.computed < sequence.prefill_end]
+        candidates = [(queue_key(self._queue, self._job(sequence), now), sequence) for sequence in running]
         if admit:
-            candidates += self._waiting.values()
-        candidates.sort(key=lambda sequence: queue_key(self._queue, self._job(sequence), now))
+            # Each takes a row and a tile, so that no more of them can start.
+            most = min(self._config.max_rows - len(self._running), tiles_left)
+            waiting = heapq.nsmallest(
+                most, self._waiting.values(), key=lambda sequence: self._waiting_key(sequence, now)
+            )
+            candidates += [(sequence.key, sequence) for sequence in waiting]
+        candidates.sort(key=lambda candidate: candidate[0])
         chunks = []
-        for sequence in candidates:
+        for _, sequence in candidates:
             count = min(sequence.prefill_left, tokens_left, tiles_left * tile)
             if count == 0:
                 break
@@ -235,9 +251,16 @@ class Engine:
             tiles_left -= -(-count // tile)
         return tuple(chunks), all_tiles - tiles_left
 
+    def _waiting_key(self, sequence: Sequence, now: float) -> tuple[float, ...]:
+        """Its sort key, worked out anew only where it may have changed: queues can be long."""
+        if now >= sequence.key_until:
+            job = self._job(sequence)
+            sequence.key, sequence.key_until = queue_key(self._queue, job, now), key_until(self._queue, job, now)
+        return sequence.key
+
     def _job(self, sequence: Sequence) -> Job:
-        request = sequence.request
-        return Job(request.arrival, sequence.prefill_left, self.prefill_tokens - sequence.joined, request.priority)
+        request, prefill_left = sequence.request, sequence.prefill_end - sequence.computed
+        return Job(request.arrival, prefill_left, self.prefill_tokens - sequence.joined, request.priority)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a row, and pages for its whole prefill and one more token, are free."""
@@ -246,7 +269,19 @@ class Engine:
         if not self._take_pages(sequence, self._pages_for(sequence.length + 1)):
             return False
         del self._waiting[sequence.request.id]
+        youngest = next(reversed(self._running.values()), sequence)
         self._running[sequence.request.id] = sequence
+        if sequence.age < youngest.age:
+            self._running = dict(sorted(self._running.items(), key=lambda item: item[1].age))
+        return True
+
+    def _take_page(self, sequence: Sequence) -> bool:
+        """Get a decoding sequence its next page, from the youngest if none is free; False if it is that one itself."""
+        while not self._take_pages(sequence, self._pages_for(sequence.length)):
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -255,24 +290,24 @@ class Engine:
         self._free_pages_of(sequence)
         sequence.computed = 0
         sequence.prefill_end = sequence.length
+        sequence.key_until = -math.inf
         self._waiting[sequence.request.id] = sequence
         self.preemptions += 1
 
     def _append(self, sequence: Sequence, chosen: NextToken) -> Output:
         """Add a chosen token to its sequence; end the sequence if that was the last one."""
-        request, sampling = sequence.request, sequence.request.sampling
+        request, token_id, length = sequence.request, chosen.token_id, sequence.length
         # Before min_tokens stop tokens are suppressed, unless the vocabulary has no other.
-        if chosen.token_id in sampling.stop_token_ids and sequence.output_tokens >= sampling.min_tokens:
+        if token_id in request.sampling.stop_token_ids and length >= sequence.min_length:
             self.cancel(request.id)
-            return Output(request.id, (), finish_reason="stop", stop_token_id=chosen.token_id)
-        sequence.tokens[sequence.length] = chosen.token_id
-        sequence.length += 1
+            return Output(request.id, (), finish_reason="stop", stop_token_id=token_id)
+        sequence.tokens[length] = token_id
+        sequence.length = length + 1
         finish: FinishReason | None = None
-        if sequence.length == len(sequence.tokens):
+        if length + 1 == len(sequence.tokens):
             self.cancel(request.id)
             finish = "length"
-        logprobs = () if chosen.logprobs is None else (chosen.logprobs,)
-        return Output(request.id, (chosen.token_id,), logprobs, finish)
+        return Output(request.id, (token_id,), () if chosen.logprobs is None else (chosen.logprobs,), finish)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)
@@ -295,16 +330,9 @@ class Engine:
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
     """The next ``count`` tokens of a sequence; the next token is chosen if they are its last ones."""
-    end = sequence.computed + count
-    request = sequence.request
-    choose = end == sequence.length
-    return Chunk(
-        request_id=request.id,
-        tokens=sequence.tokens[sequence.computed : end],
-        start=sequence.computed,
-        pages=sequence.pages[: sequence.num_pages],
-        sampling=request.sampling if choose else None,
-        suppress=request.sampling.stop_token_ids
-        if choose and sequence.output_tokens < request.sampling.min_tokens
-        else (),
-    )
+    request, start, end = sequence.request, sequence.computed, sequence.computed + count
+    tokens, pages = sequence.tokens[start:end], sequence.pages[: sequence.num_pages]
+    if end < sequence.length:
+        return Chunk(request.id, tokens, start, pages, sampling=None)
+    suppress = request.sampling.stop_token_ids if end < sequence.min_length else ()
+    return Chunk(request.id, tokens, start, pages, request.sampling, suppress)

@@ -54,7 +54,7 @@ class TokenLogprobs:
     top_values: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would take five times as long
 class Output:
     """News of one request after a step: its new tokens, and how it ended if it did."""
 

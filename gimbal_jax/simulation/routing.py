@@ -7,7 +7,7 @@ so; a simulated token takes the choices of one of them. Or the bank follows from
 
 The ids of simulated tokens say how they route, so that they pass through the real engine: ``2 * topic`` in a prompt,
 ``2 * topic + 1`` in an output; the topic after the last one stands for "its source's own".
-Axes: J topics, N tokens of the bank, B tokens of a step; the others as everywhere.
+Axes: J topics, N tokens of the bank, X blocks of them, B tokens of a step; the others as everywhere.
 """
 
 from __future__ import annotations
@@ -59,13 +59,25 @@ class Router:
         blocks_JXNLk = chosen_JNLk.reshape(profiles, tokens // BLOCK_TOKENS, BLOCK_TOKENS, self.layers, self.k)
         self.blocks_JXLE = np.stack([[_counts_LE(block, experts) for block in blocks] for blocks in blocks_JXNLk])
         """Counts of each block of the bank, float64 and whole."""
+        # Both once more, ready to be counted. C: places l * E + e of a flat [L, E], in as few bytes as hold them.
+        place_JNLk = np.arange(self.layers)[:, None] * experts + self.chosen_JNLk
+        place_type = np.min_scalar_type(self.layers * experts - 1)
+        self._place_JNC = place_JNLk.reshape(profiles, tokens, -1).astype(place_type)
+        twice_JXLE = np.concatenate([self.blocks_JXLE] * 2, axis=1)
+        self._before_JXLE = np.insert(twice_JXLE.cumsum(axis=1), 0, 0, axis=1).astype(np.int32)
+        """Counts of all blocks before each one, over two rounds of the bank."""
         self._next_topic = next_topic
 
     @property
     def topics(self) -> int:
         return len(self.chosen_JNLk) // 2
 
-    def own_topic(self, source: int, time: float) -> int:
+    @property
+    def token_ids(self) -> int:
+        """How many ids there are, from 0."""
+        return 2 * (self.topics + 1)
+
+    def own_topic[T: (int, np.ndarray)](self, source: T, time: float) -> T:
         """The topic of a source; also what is in fashion, for source 0."""
         return (source + self._next_topic * int(time / self.config.trend_s)) % self.topics
 
@@ -89,26 +101,30 @@ class Router:
         """The id of the token after one of this id."""
         return token_id | 1
 
-    def profile(self, token_id: int, source: int, time: float) -> int:
-        """Row of the bank for a token of this id at a source."""
-        topic, output = divmod(token_id, 2)
-        return 2 * (self.own_topic(source, time) if topic == self.topics else topic) + output
+    def profile[T: (int, np.ndarray)](self, token_id: T, source: T, time: float) -> T:
+        """Row of the bank for a token of this id at a source; also for arrays of both."""
+        own = token_id >= 2 * self.topics
+        return token_id + own * (2 * self.own_topic(source, time) - 2 * self.topics)
 
     def count_tokens(
         self, profile_B: np.ndarray, source_B: np.ndarray, sources: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """Expert tokens [L, S, E] of single tokens."""
-        chosen_BLk = self.chosen_JNLk[profile_B, rng.integers(BANK_TOKENS, size=len(profile_B))]
-        layer_L = np.arange(self.layers)[:, None] * (sources * self.experts)
-        place_BLk = layer_L + (source_B * self.experts)[:, None, None] + chosen_BLk
-        shape = (self.layers, sources, self.experts)
-        return np.bincount(place_BLk.reshape(-1), minlength=np.prod(shape)).reshape(shape)
+        """Expert tokens [L, S, E] of single tokens, drawn from the bank one by one."""
+        order_B = np.argsort(source_B, kind="stable")
+        place_BC = self._place_JNC[profile_B[order_B], rng.integers(BANK_TOKENS, size=len(order_B))]
+        ends_S = np.cumsum(np.bincount(source_B, minlength=sources))
+        counts_SC = np.empty((sources, self.layers * self.experts), np.int64)
+        for s, mine_BC in enumerate(np.split(place_BC, ends_S[:-1])):
+            counts_SC[s] = np.bincount(mine_BC.reshape(-1), minlength=self.layers * self.experts)
+        return counts_SC.reshape(sources, self.layers, self.experts).swapaxes(0, 1)
 
     def count_blocks(self, profile: int, blocks: int, rng: np.random.Generator) -> np.ndarray:
-        """Expert tokens [L, E] of ``blocks * BLOCK_TOKENS`` tokens of one profile."""
+        """Expert tokens [L, E] of ``blocks * BLOCK_TOKENS`` tokens of one profile: a run of the bank from any block."""
         available = self.blocks_JXLE.shape[1]
-        times_X = np.bincount(rng.integers(available, size=blocks), minlength=available).astype(np.float64)
-        return np.tensordot(times_X, self.blocks_JXLE[profile], axes=1).astype(np.int64)
+        rounds, rest = divmod(blocks, available)
+        first = int(rng.integers(available))
+        before_XLE = self._before_JXLE[profile]
+        return rounds * before_XLE[available] + before_XLE[first + rest] - before_XLE[first]
 
 
 def _counts_LE(chosen_NLk: np.ndarray, experts: int) -> np.ndarray:

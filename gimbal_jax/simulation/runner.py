@@ -9,7 +9,7 @@ import numpy as np
 
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.plan import Chunk, NextToken, Plan
+from gimbal_jax.serving.plan import NextToken, Plan
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
@@ -48,8 +48,9 @@ class SimulatedRunner:
         self._overlapped, self._on_step = overlapped, on_step
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
-        self._shape = len(slot_of_expert_LE), config.mesh.dp, slot_of_expert_LE.shape[1]
-        self._counts_LSE = np.zeros(self._shape, np.int64)
+        self._counts_LSE = self._no_counts()
+        self._next_tokens = [NextToken(router.output_token(token_id)) for token_id in range(router.token_ids)]
+        """After a token of each id."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
@@ -58,8 +59,7 @@ class SimulatedRunner:
     def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
-        pairs_LSP = np.take_along_axis(counts_LSE, self._expert_of_slot_LP[:, None], axis=2)
-        work = StepWork(tuple(_work(plan) for plan in plans), pairs_LSP, self._config.mesh.ranks)
+        work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
         self._add_up(work)
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)
@@ -67,15 +67,15 @@ class SimulatedRunner:
         seconds = sum(parts.values())
         self._clock.advance(seconds)
         self._on_step(seconds)
-        return [[self._next_token(chunk) for chunk in plan.chunks] for plan in plans]
+        return [self._choices(plan) for plan in plans]
 
     def take_counts(self) -> np.ndarray:
-        counts_LSE, self._counts_LSE = self._counts_LSE, np.zeros(self._shape, np.int64)
+        counts_LSE, self._counts_LSE = self._counts_LSE, self._no_counts()
         return counts_LSE
 
     def migrate(self, layer: int, moves: Round) -> None:
         seconds = self._costs.migration_seconds(moves, self._overlapped)
-        self.seconds["migration"] += seconds
+        self.seconds.update({"migration": seconds})
         self._clock.advance(seconds)
         self._slots_LE = self._slots_LE.copy()
         self._slots_LE[layer] = moves.slot_of_expert_E
@@ -84,24 +84,40 @@ class SimulatedRunner:
     def compiles_after_warmup(self) -> int:
         return 0
 
+    def _no_counts(self) -> np.ndarray:
+        """Zeros [L, S, E], source by source in memory, as they are counted."""
+        layers, experts = self._slots_LE.shape
+        return np.zeros((self._config.mesh.dp, layers, experts), np.int64).swapaxes(0, 1)
+
     def _route(self, plans: Sequence[Plan]) -> np.ndarray:
         """Expert tokens [L, S, E] of all chunks: whole blocks of long ones, token by token what is left."""
         router, now = self._router, self._clock.now
-        blocks_LSE = np.zeros(self._shape, np.int64)
-        profiles: list[int] = []
+        blocks_G: list[tuple[int, np.ndarray]] = []
+        token_ids: list[int] = []
         sources: list[int] = []
         for s, plan in enumerate(plans):
-            for chunk in plan.chunks:
-                profile = router.profile(int(chunk.tokens[0]), s, now)
+            for chunk in plan.prefill:
+                token_id = int(chunk.tokens[0])
                 blocks, rest = divmod(len(chunk.tokens), BLOCK_TOKENS)
                 if blocks:
-                    blocks_LSE[:, s] += router.count_blocks(profile, blocks, self._rng)
-                profiles += [profile] * rest
+                    blocks_G.append((s, router.count_blocks(router.profile(token_id, s, now), blocks, self._rng)))
+                token_ids += [token_id] * rest
                 sources += [s] * rest
-        if profiles:
-            dp = self._config.mesh.dp
-            blocks_LSE += router.count_tokens(np.array(profiles), np.array(sources), dp, self._rng)
-        return blocks_LSE
+            token_ids += [int(chunk.tokens[0]) for chunk in plan.decode]
+            sources += [s] * len(plan.decode)
+        source_B = np.array(sources, np.int64)
+        profile_B = router.profile(np.array(token_ids, np.int64), source_B, now)
+        counts_LSE = router.count_tokens(profile_B, source_B, len(plans), self._rng)
+        for s, counts_LE in blocks_G:
+            counts_LSE[:, s] += counts_LE
+        return counts_LSE
+
+    def _by_slot(self, counts_LSE: np.ndarray) -> np.ndarray:
+        """The same by slot: [L, S, P]."""
+        layers, sources, experts = counts_LSE.shape
+        place_LP = np.arange(layers)[:, None] * experts + self._expert_of_slot_LP
+        counts_SC = counts_LSE.swapaxes(0, 1).reshape(sources, -1)  # C: places l * E + e
+        return counts_SC.take(place_LP, axis=1).swapaxes(0, 1)
 
     def _add_up(self, work: StepWork) -> None:
         tp, sources = self._config.mesh.tp, self._config.mesh.dp
@@ -111,13 +127,16 @@ class SimulatedRunner:
         self.remote_pairs += pairs - int(local_LS.sum())
         self.fullest_pairs += int(work.load_LR.max(axis=1).sum())
 
-    def _next_token(self, chunk: Chunk) -> NextToken | None:
-        return None if chunk.sampling is None else NextToken(self._router.output_token(int(chunk.tokens[-1])))
+    def _choices(self, plan: Plan) -> list[NextToken | None]:
+        after = self._next_tokens
+        chosen: list[NextToken | None] = [after[chunk.tokens[0]] for chunk in plan.decode]
+        return chosen + [None if chunk.sampling is None else after[chunk.tokens[-1]] for chunk in plan.prefill]
 
 
-def _work(plan: Plan) -> EngineWork:
+def engine_work(plan: Plan) -> EngineWork:
+    """What a plan computes."""
     return EngineWork(
         decode_contexts=np.array([chunk.start + 1 for chunk in plan.decode], np.int64),
         prefill=tuple((chunk.start, len(chunk.tokens)) for chunk in plan.prefill),
-        chosen=sum(chunk.sampling is not None for chunk in plan.chunks),
+        chosen=len(plan.decode) + sum(chunk.sampling is not None for chunk in plan.prefill),
     )

@@ -97,6 +97,21 @@ def simulate(
     return _Simulation(system, testbed, costs, router, seed, slot_of_expert_LE, on_done).run(arrivals)
 
 
+@dataclass(slots=True)
+class _Live:
+    """What the client of a request that has not ended saw so far."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int = 0
+    ttft_s: float = math.nan
+
+    def ended(self, now: float, error: str) -> Measurement:
+        return Measurement(
+            self.arrival_s, self.input_tokens, self.output_tokens, self.ttft_s, now - self.arrival_s, error
+        )
+
+
 class _Simulation:
     """One run while it goes on."""
 
@@ -137,7 +152,7 @@ class _Simulation:
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
         self._observed: tuple[Trace, ...] = ()
-        self._live: dict[str, Measurement] = {}
+        self._live: dict[str, _Live] = {}
         self._done: dict[str, Measurement] = {}
         self._live_integral = self._changed = 0.0
         """Live requests over time, up to the last change of their number."""
@@ -182,11 +197,11 @@ class _Simulation:
         prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
         sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
         self._count_live(now)
-        self._live[request_id] = Measurement(arrival.time_s, arrival.input_tokens, 0, math.nan, math.nan)
+        self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens)
         try:
             self._server.submit(Request(request_id, prompt, sampling, now, decision.engine, sequence))
         except QueueFull as error:
-            self._finish(request_id, replace(self._live[request_id], e2e_s=0.0, error=str(error)))
+            self._finish(request_id, str(error))
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Take in the news of a tick, at the end of its step."""
@@ -194,15 +209,14 @@ class _Simulation:
         for output in outputs:
             seen = self._live[output.request_id]
             if seen.output_tokens == 0:
-                seen = replace(seen, ttft_s=now - seen.arrival_s)
-            seen = replace(seen, output_tokens=seen.output_tokens + len(output.token_ids))
-            self._live[output.request_id] = seen
+                seen.ttft_s = now - seen.arrival_s
+            seen.output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                self._finish(output.request_id, replace(seen, e2e_s=now - seen.arrival_s, error=output.error))
+                self._finish(output.request_id, output.error)
 
-    def _finish(self, request_id: str, measurement: Measurement) -> None:
+    def _finish(self, request_id: str, error: str) -> None:
         self._count_live(self._clock.now)
-        del self._live[request_id]
+        measurement = self._live.pop(request_id).ended(self._clock.now, error)
         self._done[request_id] = measurement
         self._dispatcher.finished(request_id)
         self._on_done(measurement)

@@ -42,7 +42,8 @@ class StepWork:
     def pairs_LSR(self) -> np.ndarray:
         """The same from each source to each rank."""
         layers, sources, slots = self.pairs_LSP.shape
-        return self.pairs_LSP.reshape(layers, sources, self.ranks, slots // self.ranks).sum(axis=3)
+        pairs_LSRP = self.pairs_LSP.reshape(layers, sources, self.ranks, slots // self.ranks)
+        return np.einsum("lsrp->lsr", pairs_LSRP)  # several times as fast as sum() over a short last axis
 
     @cached_property
     def load_LR(self) -> np.ndarray:

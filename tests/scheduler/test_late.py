@@ -62,16 +62,17 @@ def test_rows_pages_and_the_step_limit():
     assert bound([unbound("a", 8)], [replace(IDLE, free_pages=2), replace(IDLE, free_pages=3)]) == [("a", 1)]
     five_pages = [replace(IDLE, free_pages=5)] * 2
     assert bound([unbound(name, 8) for name in "abc"], five_pages) == [("a", 0), ("b", 1)]
-    # 9 tokens are 3 tiles of 4: no room for 5 tokens in the last tile, although 7 tokens are left
-    assert bound([unbound("a", 9), unbound("b", 5)], [IDLE, full]) == [("a", 0)]
-    assert bound([unbound("a", 9), unbound("b", 4)], [IDLE, full]) == [("a", 0), ("b", 0)]
+    # 13 tokens are all 4 tiles of 4: no room for another, although 3 tokens are left
+    assert bound([unbound("a", 13), unbound("b", 1)], [IDLE, full]) == [("a", 0)]
+    assert bound([unbound("a", 12), unbound("b", 1)], [IDLE, full]) == [("a", 0), ("b", 0)]
 
 
-def test_a_prompt_longer_than_a_step_starts_where_no_prefill_goes_before_it():
+def test_what_does_not_fit_whole_begins_where_there_is_room_for_its_first_tokens():
     long = unbound("long", 40, arrival=1.0)
-    started = replace(IDLE, prefills=(Job(0.0, 3),))
-    assert bound([long], [started, started]) == []
-    assert bound([long], [started, replace(IDLE, decode_rows=7)]) == [("long", 1)]
+    full, started = (replace(IDLE, prefills=(Job(0.0, tokens),)) for tokens in (16, 3))
+    assert bound([long], [full, full]) == []
+    assert bound([long], [full, started]) == [("long", 1)]
+    assert bound([long, unbound("next", 1, arrival=2.0)], [full, started]) == [("long", 1)]
 
 
 def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
@@ -83,18 +84,18 @@ def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
 
 
 def test_nothing_overtakes_one_that_has_no_room():
-    started = replace(IDLE, prefills=(Job(0.0, 8),))
+    few_pages = replace(IDLE, free_pages=2)
     waiting = [unbound("big", 10, 1.0), unbound("small", 1, 2.0)]
-    assert bound(waiting, [started] * 2) == []
-    assert bound(waiting[1:], [started] * 2) == [("small", 0)]
+    assert bound(waiting, [few_pages] * 2) == []
+    assert bound(waiting[1:], [few_pages] * 2) == [("small", 0)]
 
 
 def test_the_user_s_engine_is_respected_and_waiting_for_it_holds_up_no_other():
-    started = replace(IDLE, prefills=(Job(0.0, 8),))
+    few_pages = replace(IDLE, free_pages=2)
     pinned = unbound("pinned", 10, engine=0)
     waiting = [pinned, *(unbound(name, 1, 1.0) for name in "ab")]
     assert bound(waiting, [IDLE, IDLE], turn=1) == [("pinned", 0), ("a", 1), ("b", 1)]
-    assert bound(waiting, [started, IDLE]) == [("a", 1), ("b", 1)]
+    assert bound(waiting, [few_pages, IDLE]) == [("a", 1), ("b", 1)]
     assert bound(waiting, [replace(IDLE, free_rows=0), IDLE]) == [("a", 1), ("b", 1)]
     ((_, decision),) = bind([pinned], [IDLE, IDLE], ENGINE, FCFS, 1, 0.0)
     assert (decision.rule, decision.scores_S) == ("pinned", (10, math.inf))
@@ -141,19 +142,17 @@ def test_no_step_gets_more_than_it_has_room_for(case, now):
         cached = [request.cached_tokens_S[s] for request in mine]
         pages = sum(math.ceil((prompt + 1) / 4) - held // 4 for prompt, held in zip(prompts, cached, strict=True))
         assert pages <= max(room.free_pages, 0) or not mine
-        # The step computes its prefills in the order of the queue, and all that are new in full,
-        # but for one that may be longer than the step and comes first.
+        # The step computes its prefills in the order of the queue, and of each new one at least the beginning.
         started = [(queue_key(queue, job, now), job.prefill_tokens) for job in room.prefills]
         new = [
             (queue_key(queue, request.job, now), max(1, prompt - held))
             for request, prompt, held in zip(mine, prompts, cached, strict=True)
         ]
-        for i, (key, tokens) in enumerate(new):
+        for i, (key, _) in enumerate(new):
             before = [n for k, n in started if k <= key] + [n for _, n in new[:i]]
-            if before:
-                assert room.decode_rows + sum(before) + tokens <= engine.token_budget
-                tiles = sum(math.ceil(n / engine.tile) for n in [*before, tokens])
-                assert tiles <= engine.token_budget // engine.tile
+            assert room.decode_rows + sum(before) + 1 <= engine.token_budget
+            tiles = sum(math.ceil(n / engine.tile) for n in [*before, 1])
+            assert tiles <= engine.token_budget // engine.tile
 
 
 @given(queues_and_engines(), st.floats(10, 20))

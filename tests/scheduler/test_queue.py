@@ -1,8 +1,10 @@
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import QueueConfig
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 
 SJF = QueueConfig(aging_s=5.0)
 FCFS = QueueConfig(policy="fcfs")
@@ -79,3 +81,22 @@ def test_priority_is_never_overruled_and_equal_priorities_are_sjf_aging(jobs):
         mine = [job for job in jobs if job.priority == priority]
         within = [job for job in ordered if job.priority == priority]
         assert within == sorted(mine, key=lambda job: queue_key(SJF, job, 1.0))
+
+
+def test_keys_hold_until_a_request_ages():
+    job = Job(arrival=1.0, prefill_tokens=10)
+    assert [key_until(SJF, job, now) for now in (1.0, 6.0, 6.5)] == [6.0, 6.0, math.inf]
+    assert key_until(FCFS, job, 1.0) == math.inf
+    assert key_until(HRRN, job, 1.0) == -math.inf  # whatever the engine computes changes it
+
+
+@given(
+    st.sampled_from([SJF, FCFS, HRRN, PRIORITY]),
+    st.builds(Job, st.floats(0, 100), st.integers(1, 1000), st.integers(0, 1000), st.integers(-5, 5)),
+    st.floats(0, 20),
+    st.floats(0, 20),
+)
+def test_keys_hold_as_long_as_they_say(config, job, waited, more):
+    now, later = job.arrival + waited, job.arrival + waited + more
+    if later < key_until(config, job, now):
+        assert queue_key(config, job, later) == queue_key(config, job, now)

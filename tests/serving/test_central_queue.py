@@ -27,13 +27,13 @@ def test_late_requests_wait_in_one_queue_until_a_step_has_room():
             server.submit(unbound(f"r{i}", range(10), max_tokens=2))
         server.submit(unbound("pinned", range(10), max_tokens=2, engine=1))
         server.submit(unbound("last", range(10), max_tokens=2))
-        # A step of 16 tokens has room for one prompt of 10 on each engine. The pinned one waits for its own.
+        # A step of 16 tokens computes a prompt of 10 on each engine and begins another. The pinned one waits for its own.
         lengths = []
         for now in range(5):
             server.tick(float(now))
             lengths.append(server.central_queue)
-        assert lengths == [5, 3, 1, 0, 0]
-        assert decided == [(0, "r0", 0), (0, "r1", 1), (1, "r2", 0), (1, "r3", 1), (2, "r4", 0), (3, "last", 0)]
+        assert lengths == [3, 1, 0, 0, 0]
+        assert decided == [(0, "r0", 0), (0, "r1", 1), (0, "r2", 0), (0, "r3", 1), (1, "r4", 0), (2, "last", 0)]
         tick(server, 3)
         assert len(outputs.ends()) == 7
         assert outputs.tokens("last") == outputs.tokens("pinned") == [10, 11]
@@ -95,6 +95,18 @@ def test_late_follows_the_queue_policy():
         tick(server, 4)
         # c and d fit into one step, a does not fit beside them
         assert [output.request_id for output in outputs.all] == ["b", "d", "c", "a"]
+
+
+def test_a_request_that_ages_in_the_central_queue_moves_to_the_front():
+    config = replace(LATE, mesh=MeshConfig(), queue=replace(LATE.queue, policy="sjf_aging"))
+    with open_server(config) as (server, _, outputs):
+        for name, length in [("long", 16), ("short", 9)]:
+            server.submit(unbound(name, range(length), max_tokens=1))
+        server.tick(0.0)
+        server.submit(replace(unbound("young", range(9), max_tokens=1), arrival=5.0))
+        server.tick(config.queue.aging_s + 0.5)
+        server.tick(config.queue.aging_s + 0.6)
+        assert [output.request_id for output in outputs.all] == ["short", "long", "young"]
 
 
 def test_failure_ends_requests_without_an_engine_too():

@@ -30,6 +30,43 @@ def test_an_aged_request_goes_first():
     assert three_prompts(SJF, now=6.5) == [("a", 16)]
 
 
+def test_a_request_that_ages_while_it_waits_moves_to_the_front():
+    config = dataclasses.replace(CONFIG, num_pages=6, max_model_len=24)
+    engine, model = Engine(0, config, SJF), PagedModel(config)
+    engine.add(request("running", 12, max_tokens=8))  # 4 of 6 pages
+    step(engine, model)
+    engine.add(request("long", 14, arrival=1.0, sequence=2))
+    engine.add(request("short", 9, arrival=2.0, sequence=3))  # 3 pages
+    assert ids(step(engine, model, now=3.0)[0].prefill) == []  # both were put in order, and had no room
+    engine.cancel("running")
+    assert ids(engine.schedule(6.5).prefill) == [("long", 14)]
+
+
+def test_the_oldest_decodes_first_whoever_started_first():
+    config = dataclasses.replace(CONFIG, num_pages=5, max_model_len=16)
+    engine, model = Engine(0, config, SJF), PagedModel(config)
+    engine.add(request("old", 10, max_tokens=6, arrival=0.0))  # 3 of 5 pages, and a fourth one for its 13th token
+    engine.add(request("young", 3, max_tokens=9, arrival=1.0, sequence=2))  # 1 page, a second one for its 5th token
+    assert ids(step(engine, model, now=1.0)[0].prefill) == [("young", 3), ("old", 10)]
+    plans = [step(engine, model, now=1.0)[0] for _ in range(4)]
+    assert [ids(plan.decode) for plan in plans] == [[("old", 1), ("young", 1)]] * 2 + [[("old", 1)]] * 2
+    assert engine.preemptions == 1
+
+
+def test_what_was_preempted_waits_with_all_that_it_has_to_compute_again():
+    config = dataclasses.replace(CONFIG, num_pages=4, max_model_len=16)
+    engine, model = Engine(0, config, SJF), PagedModel(config)
+    engine.add(request("old", 6, max_tokens=4, arrival=0.0))
+    engine.add(request("young", 6, max_tokens=9, arrival=1.0, sequence=2))
+    for _ in range(3):
+        step(engine, model, now=1.0)
+    assert engine.preemptions == 0
+    engine.add(request("between", 8, arrival=2.0, sequence=3))  # more than "young" had at first, less than it has now
+    step(engine, model, now=2.0)
+    assert engine.preemptions == 1
+    assert ids(engine.schedule(2.0).prefill)[0] == ("between", 8)
+
+
 def test_priority_goes_before_length():
     engine = Engine(0, CONFIG, PRIORITY)
     for name, length, priority in [("a", 3, 1), ("b", 9, -1), ("c", 2, 0)]:

@@ -1,0 +1,209 @@
+"""What steps, migrations and decisions cost on H100s, composed of measured kernels.
+
+Engines step in lockstep: in each layer the slowest engine's share before the experts, then the exchange, then the
+fullest rank's experts. No padding is priced. Attention kernels were measured for rows of one length, so a step's decode
+rows cost what as many rows of their mean length do, and a prefill chunk what whole prompts of its end take longer than
+whole prompts of its start, in a batch of as many as the step has chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from gimbal_jax.config import Exchange, MeshConfig, ModelConfig, PlacementPolicy
+from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.simulation.cost_sets import COST_SETS, DECISION_SECONDS, GRAPH, Assumptions
+from gimbal_jax.simulation.cost_sets import CostSet as CostSet
+from gimbal_jax.simulation.expert_kernel import CHOICES, EXPERTS, fit_expert_kernel
+from gimbal_jax.simulation.kernel_table import Curve, Grid, Prices, curve, grid
+from gimbal_jax.simulation.links import Links, link_curves, token_copies_LSR
+from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
+
+VLLM = "vllm-0.24.0"
+MEASURED_MODEL = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": EXPERTS,
+    "experts_per_token": CHOICES,
+    "num_heads": 32,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+MEASURED_TP, MEASURED_KV_HEADS = 2, 2
+"""Attention was measured for 2 KV heads, each with 8 query heads."""
+HEAD_COLUMNS = 65536
+"""The widest product measured; the output head's time is in proportion to its columns."""
+
+
+def h100_costs(name: CostSet, model: ModelConfig, mesh: MeshConfig, exchange: Exchange, nodes: int = 1) -> Costs:
+    """Prices by a named cost set; ranks are spread evenly over ``nodes``.
+
+    Raises ValueError for a model or mesh whose kernels were not measured and do not scale.
+    """
+    if name not in COST_SETS:
+        raise ValueError(f"cost set {name!r}: must be one of {', '.join(COST_SETS)}")
+    return H100Costs(COST_SETS[name], model, mesh, exchange, nodes)
+
+
+class H100Costs:
+    """Prices of Qwen3-30B-A3B's layers, however many, on a mesh; see ``work.Costs``."""
+
+    def __init__(
+        self, assumptions: Assumptions, model: ModelConfig, mesh: MeshConfig, exchange: Exchange, nodes: int = 1
+    ) -> None:
+        check_measured(model, mesh, nodes)
+        self._set, self._model, self._mesh, self._exchange = assumptions, model, mesh, exchange
+        self._experts = fit_expert_kernel()
+        self._prices = Prices(h100_kernels(mesh.tp, assumptions.all_reduce_stack))
+        network = assumptions.network_bandwidth, assumptions.network_latency_s
+        self._links = Links(self._prices, mesh.ranks, mesh.tp, nodes, *network)
+        self._hidden_bytes = model.hidden_size * ITEM_BYTES[model.dtype]
+        self._launching = assumptions.launches * model.num_layers * launch_seconds()
+        self._head_share = model.num_kv_heads / mesh.tp / MEASURED_KV_HEADS
+        """KV heads of a rank, of those measured: heads are to attention what rows are, independent work."""
+
+    @property
+    def outside(self) -> Mapping[str, int]:
+        return self._prices.outside
+
+    def step_parts(self, work: StepWork) -> Mapping[str, float]:
+        tokens_S = np.array([engine.tokens for engine in work.engines_S])
+        parts = self._slowest_engine(work.engines_S, tokens_S)
+        parts["exchange"], parts["experts"] = self._moe(work, tokens_S)
+        parts["logits"] = self._logits(max(engine.chosen for engine in work.engines_S))
+        parts["host"] = self._set.host_s
+        if self._launching:
+            parts["launch"] = max(0.0, self._launching - sum(parts.values()))
+        if self._set.layer_s:
+            parts["constant"] = self._set.layer_s * self._model.num_layers
+        return {part: self._set.stretch * seconds for part, seconds in parts.items()}
+
+    def migration_seconds(self, moves: Round, overlapped: bool) -> float:
+        row_bytes, slots = expert_bytes(self._model), self._model.num_experts // self._mesh.ranks
+        src_rank, dst_rank = moves.src_slot // slots, moves.dst_slot // slots
+        if overlapped:  # out of the buffer that they arrived in: read and written
+            arrived = np.bincount(dst_rank, minlength=self._mesh.ranks).max() * row_bytes
+            return self._set.round_s + 2 * arrived / self._set.hbm_bandwidth
+        return self._set.migration_stretch * (
+            self._set.round_s + self._links.move_seconds(src_rank, dst_rank, row_bytes)
+        )
+
+    def decision_seconds(self, policy: PlacementPolicy) -> float:
+        return DECISION_SECONDS[policy]
+
+    def _slowest_engine(self, engines_S: tuple[EngineWork, ...], tokens_S: np.ndarray) -> dict[str, float]:
+        """All layers of the engine that takes longest beside the experts."""
+        tp, seconds = self._mesh.tp, self._prices.seconds
+        hidden_S = tokens_S * self._hidden_bytes
+        own_S = -(-tokens_S // tp)  # of one rank
+        parts_S = {
+            "attention": self._decode_attention(engines_S) + self._prefill_attention(engines_S),
+            "projections": seconds("qkv_and_output", tokens_S) + seconds("router", own_S),
+            "all_reduce": seconds("all_reduce", tokens_S * self._model.hidden_size) if tp > 1 else 0.0 * tokens_S,
+            "all_gather": self._links.collective("nccl_all_gather", tp, hidden_S * (tp - 1) / tp),
+            "small_kernels": self._small_kernels(tokens_S),
+        }
+        slowest = int(np.argmax(sum(parts_S.values())))
+        if tp != MEASURED_TP:
+            self._prices.count(f"shapes of tp {tp}")
+        return {part: self._model.num_layers * float(seconds_S[slowest]) for part, seconds_S in parts_S.items()}
+
+    def _decode_attention(self, engines_S: tuple[EngineWork, ...]) -> np.ndarray:
+        rows_S = np.array([len(engine.decode_contexts) for engine in engines_S])
+        context_S = np.array([engine.decode_contexts.sum() for engine in engines_S]) / np.maximum(rows_S, 1)
+        # The row's own token is not part of the table's context.
+        return self._prices.seconds("decode_attention", rows_S * self._head_share, np.maximum(context_S - 1, 2))
+
+    def _prefill_attention(self, engines_S: tuple[EngineWork, ...]) -> np.ndarray:
+        chunks_S = np.array([len(engine.prefill) for engine in engines_S])
+        engine_N = np.repeat(np.arange(len(engines_S)), chunks_S)
+        if not len(engine_N):
+            return np.zeros(len(engines_S))
+        start_N, tokens_N = np.array([chunk for engine in engines_S for chunk in engine.prefill]).T
+        # As if nothing before a chunk were one token: the least that was measured, which is the launch.
+        lengths_3N = np.stack([start_N + tokens_N, np.maximum(start_N, 1), np.ones_like(start_N)])
+        batch_N = (chunks_S * self._head_share)[engine_N]
+        end_N, before_N, launch_N = self._prices.seconds("prefill_attention", batch_N, lengths_3N)
+        return np.bincount(engine_N, launch_N + end_N - before_N, len(engines_S)) / np.maximum(chunks_S, 1)
+
+    def _small_kernels(self, tokens_S: np.ndarray) -> np.ndarray:
+        """Everything else in a layer: a least time for each kernel, and the bytes that they move."""
+        m = self._model
+        # Two norms read and write the state and the residual; norm and rope read and write queries and keys.
+        rotated = (m.num_heads + m.num_kv_heads) * m.head_dim / self._mesh.tp
+        moved = ITEM_BYTES[m.dtype] * (8 * m.hidden_size + 4 * rotated)
+        bandwidth = self._set.hbm_share * self._set.hbm_bandwidth
+        return np.where(
+            tokens_S > 0, self._set.small_kernels * self._set.small_kernel_s + tokens_S * moved / bandwidth, 0.0
+        )
+
+    def _moe(self, work: StepWork, tokens_S: np.ndarray) -> tuple[float, float]:
+        """Exchange and expert products of all layers."""
+        m, layers, ranks = self._model, len(work.pairs_LSP), self._mesh.ranks
+        if self._exchange == "gather":
+            tokens = int(tokens_S.sum())
+            exchange = layers * self._links.gather_seconds(tokens, self._hidden_bytes, CHOICES, m.num_experts)
+            tokens_LR = np.full((layers, ranks), tokens)
+        else:
+            copies = token_copies_LSR(work.pairs_LSR, tokens_S, CHOICES)
+            exchange_L = self._links.sparse_seconds_L(copies, self._hidden_bytes, CHOICES, m.num_experts)
+            exchange, tokens_LR = float(exchange_L.sum()), copies.sum(axis=1)
+        load_LRP = work.pairs_LSP.sum(axis=1).reshape(layers, ranks, -1)
+        outside = self._experts.outside(load_LRP, tokens_LR)
+        self._prices.count("experts", outside)
+        return exchange, float(self._experts.seconds(load_LRP, tokens_LR).max(axis=1).sum())
+
+    def _logits(self, chosen: int) -> float:
+        """Output head, its parts gathered over an engine's ranks, and sampling, for the engine with most to choose."""
+        tp, logits_bytes = self._mesh.tp, np.array(4.0 * chosen * self._model.vocab_size)
+        head = self._prices.seconds("head", np.array(chosen)) * self._model.vocab_size / tp / HEAD_COLUMNS
+        gathered = self._links.collective("nccl_all_gather", tp, logits_bytes * (tp - 1) / tp)
+        passes = self._set.sampling_passes * logits_bytes / (self._set.hbm_share * self._set.hbm_bandwidth)
+        kernels = self._set.sampling_kernels * self._set.small_kernel_s
+        return float(head + gathered + passes + kernels) if chosen else 0.0
+
+
+def check_measured(model: ModelConfig, mesh: MeshConfig, nodes: int) -> None:
+    """ValueError unless there are measured kernels for every layer, and engines lie within nodes."""
+    for name, measured in MEASURED_MODEL.items():
+        if getattr(model, name) != measured:
+            raise ValueError(f"{name} {getattr(model, name)}: H100 kernels were measured for {measured} only")
+    if len(model.moe_layers) != model.num_layers:
+        raise ValueError("moe_layers: H100 kernels were measured for models whose layers all have experts")
+    if mesh.tp not in (1, 2, 4):
+        raise ValueError(f"tp {mesh.tp}: H100 attention was measured at tp 2, and scales to 1, 2 and 4 only")
+    if nodes < 1 or mesh.ranks % nodes or mesh.ranks // nodes % mesh.tp:
+        raise ValueError(f"nodes {nodes}: must split {mesh.dp} engines of {mesh.tp} GPUs evenly, each within a node")
+
+
+def launch_seconds() -> float:
+    """Measured time of launching one kernel: small all-reduces of 2 GPUs without, less with CUDA graphs."""
+    eager, graph = (
+        curve("allreduce_custom_bf16", f"{VLLM}:vllm_{form}", "elements", gpus=2).seconds[:8]
+        for form in ("eager", "graph")
+    )
+    return float(np.median(eager - graph))
+
+
+def h100_kernels(tp: int, all_reduce_stack: str = GRAPH.all_reduce_stack) -> dict[str, Curve | Grid]:
+    """Measured times by name, without those of the experts.
+
+    At another tp than 2 the products are in proportion to their columns or depth.
+    """
+    share = MEASURED_TP / tp
+    qkv, output = (curve("gemm_bf16", VLLM, "m", n=n) for n in (2560, 2048))
+    kernels: dict[str, Curve | Grid] = {
+        "qkv_and_output": Curve(qkv.size, (qkv.seconds + output.at(qkv.size)) * share),
+        "router": curve("gemm_bf16", VLLM, "m", n=128),
+        "head": curve("gemm_bf16", VLLM, "m", n=HEAD_COLUMNS),
+        "decode_attention": grid("attn_decode_16q2kv", VLLM, "batch", "ctx"),
+        "prefill_attention": grid("attn_prefill_16q2kv", VLLM, "batch", "isl"),
+        **link_curves(),
+    }
+    if tp > 1:
+        kernels["all_reduce"] = curve("allreduce_custom_bf16", all_reduce_stack, "elements", gpus=tp)
+    return kernels

@@ -1,0 +1,64 @@
+"""Results of finished runs in a file of JSON lines, so that work cut short goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def scenario_key(scenario: Any) -> str:
+    """16 hexadecimal digits that name a scenario (a dataclass of JSON values): a hash of its kind and all fields."""
+    fields = json.dumps([type(scenario).__name__, asdict(scenario)], sort_keys=True)
+    return hashlib.sha256(fields.encode()).hexdigest()[:16]
+
+
+class ResultStore:
+    """One line per result: its key, its scenario, and the result. The last line of a key is the one that counts.
+
+    Only the scenario is in the key, not the code: results of other code belong into another file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there. A last line that was not finished is cut off.
+
+        Raises ValueError with the number of any other line that is not a result.
+        """
+        self.path = path
+        self._results: dict[str, Mapping[str, Any]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(whole) < len(text):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                entry = json.loads(line)
+                self._results[entry["key"]] = entry["result"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path}: line {number} is no result") from None
+
+    def add(self, scenario: Any, result: Mapping[str, Any]) -> None:
+        """Write a result to the file."""
+        key = scenario_key(scenario)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "scenario": asdict(scenario), "result": result}) + "\n")
+        self._results[key] = result
+
+    def __contains__(self, scenario: Any) -> bool:
+        return scenario_key(scenario) in self._results
+
+    def __getitem__(self, scenario: Any) -> Mapping[str, Any]:
+        return self._results[scenario_key(scenario)]
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """All results, the oldest first."""
+        return iter(self._results.values())
