@@ -28,11 +28,11 @@ class SimulatedRunner:
         rng: np.random.Generator,
         expert_bytes: int,
         overlapped: bool = False,
-        on_step: Callable[[float], None] = lambda seconds: None,
+        on_time: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """``overlapped``: experts move beside the steps; see ``Costs.migration_seconds``.
 
-        ``on_step`` is called with the seconds of a step when they have passed.
+        ``on_time`` is called with the seconds of each step and of each round of moves when they have passed.
         """
         self.expert_bytes = expert_bytes
         self.seconds: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class SimulatedRunner:
         self.fullest_pairs = 0
         """Pairs of the fullest rank of each layer and step, added up: times ranks over ``pairs`` is the imbalance."""
         self._config, self._router, self._costs, self._clock, self._rng = config, router, costs, clock, rng
-        self._overlapped, self._on_step = overlapped, on_step
+        self._overlapped, self._on_time = overlapped, on_time
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._counts_LSE = self._no_counts()
@@ -66,7 +66,7 @@ class SimulatedRunner:
         self.steps += 1
         seconds = sum(parts.values())
         self._clock.advance(seconds)
-        self._on_step(seconds)
+        self._on_time(seconds)
         return [self._choices(plan) for plan in plans]
 
     def take_counts(self) -> np.ndarray:
@@ -77,6 +77,7 @@ class SimulatedRunner:
         seconds = self._costs.migration_seconds(moves, self._overlapped)
         self.seconds.update({"migration": seconds})
         self._clock.advance(seconds)
+        self._on_time(seconds)
         self._slots_LE = self._slots_LE.copy()
         self._slots_LE[layer] = moves.slot_of_expert_E
         self._expert_of_slot_LP[layer] = np.argsort(moves.slot_of_expert_E)

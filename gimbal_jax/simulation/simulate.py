@@ -144,7 +144,7 @@ class _Simulation:
             rng,
             expert_bytes(model),
             overlapped=system.migration == "overlapped",
-            on_step=self._observe,
+            on_time=self._observe,
         )
         self._server = Server(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
         self._server.on_outputs = self._deliver
@@ -227,7 +227,7 @@ class _Simulation:
         self._changed = now
 
     def _observe(self, seconds: float) -> None:
-        """A step of this length has run; its results are not taken in yet."""
+        """So much time has passed in a step, whose results are not taken in yet, or in a round of moves."""
         for engine in self._server.engines:
             self._running_integral += seconds * engine.running
             self._kv_integral += seconds * (1 - engine.free_pages / self._config.engine.num_pages)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gimbal_jax.config import ServerConfig
-from gimbal_jax.scheduler.migration import plan_rounds
+from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
 from gimbal_jax.serving.plan import Chunk, Plan
@@ -96,8 +96,10 @@ def test_a_round_is_charged(overlapped, seconds):
     assert clock.now == simulated.seconds["migration"] == seconds
 
 
-def test_on_step_is_told_when_the_time_has_passed():
+def test_on_time_is_told_of_steps_and_rounds_when_their_time_has_passed():
     told = []
-    simulated, clock = runner(on_step=lambda seconds: told.append((seconds, clock.now)))
+    simulated, clock = runner(on_time=lambda seconds: told.append((seconds, clock.now)))
     simulated.step(PLANS)
-    assert told == [(clock.now, clock.now)]
+    after_step = clock.now
+    simulated.migrate(0, Round(np.zeros(0, np.int32), np.zeros(0, np.int32), simulated.slot_of_expert_LE[0]))
+    assert told == [(after_step, after_step), (0.001, clock.now)]
