@@ -1,4 +1,4 @@
-"""The parts of docs/cuda.md that commands write."""
+"""The parts of docs/cuda.md, and of other documents, that commands write."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parents[1] / "docs" / "cuda.md"
 
 
-def write_section(name: str, text: str) -> None:
-    """Put ``text`` between the comments that begin and end this section."""
+def write_section(name: str, text: str, document: Path | None = None) -> None:
+    """Put ``text`` between the comments that begin and end this section, of docs/cuda.md by default."""
+    document = document or DOCUMENT
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
-    before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin)
+    before, rest = document.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
-    DOCUMENT.write_text(f"{before}{begin}{text.rstrip()}\n{end}{after}", encoding="utf-8")
+    document.write_text(f"{before}{begin}{text.rstrip()}\n{end}{after}", encoding="utf-8")
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.store import ResultStore
 
-Verdict = Literal["confirmed", "weaker", "not seen", "contrary", "no runs"]
+Verdict = Literal["confirmed", "weaker", "not seen", "contrary", "too few runs"]
 Measure = Literal[
     "e2e",
     "ttft",
@@ -56,6 +56,8 @@ MEASURES: Mapping[Measure, Reading] = {
 """Means over the requests of a run, or over its time."""
 
 RESAMPLES = 2000
+LEAST_RUNS = 3
+"""Pairs of runs below which there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,10 @@ def verdict(paper: float, ours: Estimate) -> Verdict:
 
     ``not seen``: the interval holds 0. ``contrary``: it lies on the other side of 0. ``confirmed``: all of it is at
     least half of the paper's change. ``weaker``: all of it is on the paper's side, but not that far.
+    ``too few runs``: of fewer than ``LEAST_RUNS`` pairs.
     """
-    if not ours.count:
-        return "no runs"
+    if ours.count < LEAST_RUNS:
+        return "too few runs"
     if ours.low <= 0 <= ours.high:
         return "not seen"
     if (ours.mean > 0) != (paper > 0):

@@ -33,6 +33,8 @@ PERSISTENCES = (0.0, 0.5, 1.0)
 BETAS = (0.0025, 0.03, 0.1, 0.2, 0.5, 1.0, 10.0)
 GAMMAS = (0.01, 0.1, 0.3, 1.0)
 BUDGETS = (512, 1024, 2048, 4096, 8192)
+MOST_SEEDS = 100
+"""Of each setting; runs with fewer seeds are among those with more, so that more can be added."""
 NODES = (2, 4)
 NODE_SYSTEMS = ("static", "vllm", "refined_ep")
 NODE_REQUESTS = 3
@@ -211,7 +213,7 @@ def _settings(scope: Scope, costs: CostSet, grid: Iterable[tuple[Lengths, float]
     for lengths, load in grid:
         workload = WorkloadConfig(lengths, scope.requests, WorkloadConfig.rate if by_share else load)
         number = (*SHAPES, *TRACES).index(lengths) * len(loads) + loads.index(load)
-        for seed in range(number * scope.seeds, (number + 1) * scope.seeds):
+        for seed in range(number * MOST_SEEDS, number * MOST_SEEDS + scope.seeds):
             share = load if by_share else None
             kv_tokens = KV_TOKENS if by_share else PAPER_KV_TOKENS
             yield Scenario(REFERENCE, costs, workload, share, kv_tokens=kv_tokens, seed=seed)

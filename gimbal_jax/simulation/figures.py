@@ -236,7 +236,7 @@ def draw_ablation(store: ResultStore, scope: Scope) -> Drawn:
             for axes, measure in zip(figure.subplots(1, 2), TTFT_TPOT, strict=True):
                 before = under_system(REFERENCE, grid)
                 found = {s: estimate(changes(store, under_system(s, grid), before, measure)) for s in ABLATION}
-                bars(axes, found, offset=1.0)
+                bars(axes, found, offset=1.0, form=".3f")
                 axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
                 axes.set_ylabel(f"{measure.upper()} over vllm's", fontsize=8)
             figure.suptitle(f"Ablation, simulated, costs {costs}", fontsize=10)

@@ -69,7 +69,7 @@ def bar(axes: Axes, place: float, found: Estimate, offset: float, shade: str, wi
     axes.bar(place, found.mean + offset, width, color=shade, yerr=spread, capsize=2, error_kw={"linewidth": 0.9})
 
 
-def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: str = ".2f") -> None:
+def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: str = ".3g") -> None:
     """A bar per name, with its interval and its value; ``offset`` is added to all, 1 makes ratios of changes."""
     for number, (name, estimate) in enumerate(found.items()):
         bar(axes, number, estimate, offset, colour(name, number))

@@ -187,7 +187,7 @@ def _changes_and(
         for axes, compared in zip(panels, TTFT_TPOT, strict=True):
             before = under_system(REFERENCE, found)
             ratios = {s: estimate(changes(store, under_system(s, found), before, compared)) for s in systems}
-            bars(axes, ratios, offset=1.0)
+            bars(axes, ratios, offset=1.0, form=".3f")
             axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
             axes.set_ylabel(f"{compared.upper()} over vllm's", fontsize=8)
         bars(last, {s: estimate([value(store, run, measure) for run in under_system(s, found)]) for s in systems})

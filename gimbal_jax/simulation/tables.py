@@ -114,9 +114,9 @@ def mean_text(store: ResultStore, scenarios: Sequence[Scenario], measure: Measur
 
 
 def change_text(found: Estimate) -> str:
-    """A relative change with its interval."""
-    if not found.count:
-        return NOTHING
+    """A relative change, with its interval where it is of several values."""
+    if found.count < 2:
+        return f"{found.mean:+.1%}" if found.count else NOTHING
     return f"{found.mean:+.1%} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
 
 
@@ -142,8 +142,8 @@ def verdicts_table(store: ResultStore, scope: Scope) -> Table:
     for costs in COST_SETS:
         grid = settings(scope, costs)
         found = Counter(verdict(claim.paper, measured(claim, store, grid)) for claim in CLAIMS)
-        rows.append([costs, *(str(found[kind]) for kind in kinds), str(found["no runs"])])
-    return Table("verdicts", f"Verdicts on {len(CLAIMS)} claims", ["costs", *kinds, "not run"], rows)
+        rows.append([costs, *(str(found[kind]) for kind in kinds), str(found["too few runs"])])
+    return Table("verdicts", f"Verdicts on {len(CLAIMS)} claims", ["costs", *kinds, "too few runs"], rows)
 
 
 def systems_table(store: ResultStore, scope: Scope) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.store import ResultStore
 from gimbal_jax.simulation.tasks import CalibrationPoint, ExpertCounts, OneRequest, Replicas, Task
 
-SCOPE = quick(Scope())
+SCOPE = replace(quick(Scope()), seeds=3)
 SLOWDOWN = {"vllm": 1.0, "gimbal": 0.8, "gimbal+": 0.7, "gimbal_dp": 0.95}
 """Of the systems' latencies; all others have 0.9."""
 
 
-def made_up_store(folder: Path, names: tuple[str, ...] | None = None) -> ResultStore:
-    """Results for everything in ``SCOPE``, or for these experiments only."""
+def made_up_store(folder: Path, names: tuple[str, ...] | None = None, scope: Scope = SCOPE) -> ResultStore:
+    """Results for everything in this scope, or for these experiments only."""
     store = ResultStore(folder / "results.jsonl")
-    found = experiments(SCOPE)
+    found = experiments(scope)
     for task in dict.fromkeys(task for name in names or found for task in found[name].tasks):
         store.add(task, made_up(task))
     return store

@@ -66,8 +66,9 @@ def test_verdicts_on_a_fall_of_two_fifths(low, high, expected):
     assert verdict(0.4, Estimate(-(low + high) / 2, -high, -low, 9)) == expected  # a rise, mirrored
 
 
-def test_no_runs_no_verdict():
-    assert verdict(-0.4, estimate([])) == "no runs"
+def test_two_runs_are_no_verdict():
+    assert verdict(-0.4, estimate([])) == verdict(-0.4, estimate([-0.5, -0.5])) == "too few runs"
+    assert verdict(-0.4, estimate([-0.5] * 3)) == "confirmed"
 
 
 def test_changes_pair_each_run_with_its_own_baseline(tmp_path):

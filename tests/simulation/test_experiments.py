@@ -51,6 +51,13 @@ def test_settings_of_a_cost_set_share_no_seed(costs):
     assert len({s.seed for s in found}) == len(found)
 
 
+def test_more_seeds_go_on_from_fewer():
+    one, three = (in_order(experiments(Scope(seeds=seeds)).values(), SCOPE) for seeds in (1, 3))
+    assert set(one) < set(three)
+    capacities = [{capacity_task(task) for task in tasks} for tasks in (one, three)]
+    assert capacities[0] == capacities[1]
+
+
 def test_systems_of_a_setting_share_all_else():
     runs = [task for task in experiments(SCOPE)["9"].tasks if isinstance(task, Scenario)]
     by_setting = Counter(replace(run, system="vllm") for run in runs)

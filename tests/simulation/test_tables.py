@@ -4,6 +4,7 @@ import pytest
 
 from gimbal_jax.simulation import study_tables, tables
 from gimbal_jax.simulation.claims import CLAIMS, worded
+from gimbal_jax.simulation.comparison import estimate
 from gimbal_jax.simulation.store import ResultStore
 from gimbal_jax.simulation.tables import Table
 from scripts.results_tables import TABLES, section
@@ -30,6 +31,14 @@ def test_claims_are_judged_by_the_runs(store):
     assert row_of(table, "tpot: gimbal against moetuner")["eager"] == "-11.1% (-11.1 to -11.1) weaker"
     assert row_of(table, "throughput: gimbal against vllm, highest load")["graph"] == "+0.0% (+0.0 to +0.0) not seen"
     assert row_of(table, "throughput: gimbal against vllm, 2.5 requests/s")["graph"] == "-"
+
+
+def test_one_value_has_no_interval():
+    assert [tables.change_text(estimate([-0.2] * count)) for count in (0, 1, 2)] == [
+        "-",
+        "-20.0%",
+        "-20.0% (-20.0 to -20.0)",
+    ]
 
 
 def test_verdicts_add_up(store, tmp_path):
