@@ -1,4 +1,4 @@
-"""docs/: the examples of scheduling.md and the commands of mesh.md print what follows; links lead somewhere."""
+"""docs/: the examples of scheduling.md and simulation.md and the commands of mesh.md print what follows; links lead somewhere."""
 
 import contextlib
 import io
@@ -13,16 +13,20 @@ from gimbal_jax.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = r"^```python\n(.*?)^```\n```text\n(.*?)^```$"
-EXAMPLES = re.findall(BLOCK, (DOCS / "scheduling.md").read_text(), re.MULTILINE | re.DOTALL)
+EXAMPLES = [
+    pytest.param(*example, id=f"{path.name}-{number}")
+    for path in (DOCS / "scheduling.md", DOCS / "simulation.md")
+    for number, example in enumerate(re.findall(BLOCK, path.read_text(), re.MULTILINE | re.DOTALL))
+]
 
 COMMANDS = re.findall(BLOCK.replace("python", "sh"), (DOCS / "mesh.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("code", "output"), EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples_of_scheduling_print_what_they_say(code: str, output: str):
+@pytest.mark.parametrize(("code", "output"), EXAMPLES)
+def test_examples_print_what_they_say(code: str, output: str):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "scheduling.md", "exec"), {})
+        exec(compile(code, "example", "exec"), {})
     assert printed.getvalue() == output
 
 

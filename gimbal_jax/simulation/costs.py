@@ -125,9 +125,9 @@ class H100Costs:
             return np.zeros(len(engines_S))
         start_N, tokens_N = np.array([chunk for engine in engines_S for chunk in engine.prefill]).T
         # As if nothing before a chunk were one token: the least that was measured, which is the launch.
-        lengths_3N = np.stack([start_N + tokens_N, np.maximum(start_N, 1), np.ones_like(start_N)])
+        lengths = np.stack([start_N + tokens_N, np.maximum(start_N, 1), np.ones_like(start_N)])
         batch_N = (chunks_S * self._head_share)[engine_N]
-        end_N, before_N, launch_N = self._prices.seconds("prefill_attention", batch_N, lengths_3N)
+        end_N, before_N, launch_N = self._prices.seconds("prefill_attention", batch_N, lengths)
         return np.bincount(engine_N, launch_N + end_N - before_N, len(engines_S)) / np.maximum(chunks_S, 1)
 
     def _small_kernels(self, tokens_S: np.ndarray) -> np.ndarray:
