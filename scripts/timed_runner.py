@@ -1,0 +1,61 @@
+"""A runner that notes what each step computed, how long it took, and where tokens were routed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.serving.plan import NextToken, Plan
+from gimbal_jax.serving.report import Traffic
+from gimbal_jax.serving.runner import Runner
+from gimbal_jax.simulation.measured_costs import MeasuredStep
+from gimbal_jax.simulation.runner import engine_work
+from gimbal_jax.simulation.work import EngineWork
+
+
+class TimedRunner:
+    """Another ``Runner``, watched."""
+
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+        self.expert_bytes = runner.expert_bytes
+        self._runner, self._clock = runner, clock
+        self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
+        """What was computed, from when to when."""
+        self._traffic: list[Traffic] = []
+
+    @property
+    def slot_of_expert_LE(self) -> np.ndarray:
+        return self._runner.slot_of_expert_LE
+
+    def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
+        began = self._clock()
+        results = self._runner.step(plans)
+        self._steps.append((tuple(engine_work(plan) for plan in plans), began, self._clock()))
+        return results
+
+    def take_counts(self) -> np.ndarray:
+        counts_LSE = self._runner.take_counts()
+        self._traffic.append(Traffic(counts_LSE, self.slot_of_expert_LE))
+        return counts_LSE
+
+    def migrate(self, layer: int, moves: Round) -> None:
+        self._runner.migrate(layer, moves)
+
+    def compiles_after_warmup(self) -> int:
+        return self._runner.compiles_after_warmup()
+
+    def take_steps(self) -> list[MeasuredStep]:
+        """The steps since the last call, but the last one: what came after it is not known."""
+        steps, self._steps = self._steps, []
+        return [
+            MeasuredStep(work, ended - began, next_began - ended)
+            for (work, began, ended), (_, next_began, _) in pairwise(steps)
+        ]
+
+    def take_traffic(self) -> list[Traffic]:
+        """What was counted since the last call, in the portions that the server fetched (every trace period)."""
+        traffic, self._traffic = self._traffic, []
+        return traffic

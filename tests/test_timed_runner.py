@@ -1,0 +1,60 @@
+"""The watched runner of the scripts."""
+
+from itertools import count
+
+import numpy as np
+
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.serving.plan import Chunk, Plan
+from scripts.timed_runner import TimedRunner
+
+
+class RecordingRunner:
+    """Counts a token per step, and says what it was asked."""
+
+    expert_bytes = 7
+    slot_of_expert_LE = np.array([[0, 1]], np.int32)
+
+    def __init__(self) -> None:
+        self.plans: list = []
+
+    def step(self, plans):
+        self.plans.append(plans)
+        return [[None] for _ in plans]
+
+    def take_counts(self):
+        return np.array([[[len(self.plans), 0]]])
+
+    def migrate(self, layer, moves):
+        self.slot_of_expert_LE = np.array([[1, 0]], np.int32)
+
+    def compiles_after_warmup(self):
+        return 3
+
+
+def plan(tokens: int) -> Plan:
+    return Plan(prefill=(Chunk("a", np.zeros(tokens, np.int32), 5, np.zeros(1, np.int32), None),), tiles=1)
+
+
+def test_steps_and_the_host_between_them():
+    # Called at the start and the end of each step: steps of 1 s, and 2, 4, ... s between them.
+    ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
+    runner = TimedRunner(RecordingRunner(), lambda: next(ticks))
+    for tokens in (1, 2, 3):
+        assert runner.step([plan(tokens)]) == [[None]]
+    steps = runner.take_steps()
+    assert [(step.seconds, step.host_s) for step in steps] == [(1.0, 2.0), (1.0, 4.0)]
+    assert [step.engines_S[0].prefill for step in steps] == [((5, 1),), ((5, 2),)]
+    assert runner.take_steps() == []
+
+
+def test_counts_go_on_and_are_kept_with_the_placement_that_served_them():
+    inner, clock = RecordingRunner(), count()
+    runner = TimedRunner(inner, lambda: next(clock))
+    runner.step([plan(1)])
+    assert runner.take_counts().tolist() == [[[1, 0]]]
+    runner.migrate(0, Round(np.array([0]), np.array([1]), np.array([1, 0])))
+    runner.take_counts()
+    assert [t.slot_of_expert_LE.tolist() for t in runner.take_traffic()] == [[[0, 1]], [[1, 0]]]
+    assert runner.take_traffic() == []
+    assert (runner.expert_bytes, runner.compiles_after_warmup()) == (7, 3)
