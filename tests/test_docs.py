@@ -1,4 +1,4 @@
-"""docs/: the examples of scheduling.md and simulation.md and the commands of mesh.md print what follows; links lead somewhere."""
+"""docs/: examples (scheduling.md, simulation.md) and commands (mesh.md) print what follows; links lead somewhere."""
 
 import contextlib
 import io

@@ -50,9 +50,10 @@ def bind(
 
     An engine has room for a request if a row is free, the pages of its prefill and of one token
     more, and if the step can compute at least the first of its tokens beside the prefills that the
-    queue runs before it: so no step stays emptier than it must. Of the engines with room it gets the one with the least work: decode rows + prefill left + its own
-    uncached tokens; ties go in turn, from ``turn`` on. An engine that a request would like and
-    cannot have takes none of those behind it, so that no request starves.
+    queue runs before it: so no step stays emptier than it must. Of the engines with room it gets
+    the one with the least work: decode rows + prefill left + its own uncached tokens; ties go in
+    turn, from ``turn`` on. An engine that a request would like and cannot have takes none of those
+    behind it, so that no request starves.
     """
     keyed = [(queue_key(queue, request.job, now), request) for request in waiting]
     return bind_in_order(sorted(keyed, key=lambda one: one[0]), rooms_S, engine, queue, turn, now)

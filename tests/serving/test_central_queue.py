@@ -27,7 +27,8 @@ def test_late_requests_wait_in_one_queue_until_a_step_has_room():
             server.submit(unbound(f"r{i}", range(10), max_tokens=2))
         server.submit(unbound("pinned", range(10), max_tokens=2, engine=1))
         server.submit(unbound("last", range(10), max_tokens=2))
-        # A step of 16 tokens computes a prompt of 10 on each engine and begins another. The pinned one waits for its own.
+        # A step of 16 tokens computes a prompt of 10 on each engine and begins another.
+        # The pinned one waits for its own.
         lengths = []
         for now in range(5):
             server.tick(float(now))

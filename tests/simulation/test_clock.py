@@ -1,5 +1,7 @@
 """Virtual time: what is due happens in its order and at its time, also in the middle of a cost."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +12,12 @@ from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 @given(st.lists(st.floats(0, 10)), st.lists(st.floats(0, 3)))
 def test_everything_happens_once_at_its_time_and_in_order(times, advances):
     clock, happened = VirtualClock(), []
+
+    def note(time: float, number: int) -> None:
+        happened.append((time, number, clock.now))
+
     for number, time in enumerate(times):
-        clock.at(time, lambda time=time, number=number: happened.append((time, number, clock.now)))
+        clock.at(time, partial(note, time, number))
     for seconds in (0.0, *advances):
         clock.advance(seconds)
     assert clock.now == pytest.approx(sum(advances))

@@ -97,8 +97,10 @@ def test_a_round_is_charged(overlapped, seconds):
 
 
 def test_on_time_is_told_of_steps_and_rounds_when_their_time_has_passed():
-    told = []
-    simulated, clock = runner(on_time=lambda seconds: told.append((seconds, clock.now)))
+    told: list[tuple[float, float]] = []
+    clocks: list[VirtualClock] = []
+    simulated, clock = runner(on_time=lambda seconds: told.append((seconds, clocks[0].now)))
+    clocks.append(clock)
     simulated.step(PLANS)
     after_step = clock.now
     simulated.migrate(0, Round(np.zeros(0, np.int32), np.zeros(0, np.int32), simulated.slot_of_expert_LE[0]))
