@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -220,8 +221,8 @@ def compared(store: ResultStore, runs: Sequence[AblationRun], system: str) -> tu
 
 def table(store: ResultStore, runs: Sequence[AblationRun], normalised: dict[str, tuple[Estimate, Estimate]]) -> Table:
     """A row for each system."""
-    result = Table(title="Real server, 2 CPU devices: means over vllm's [95 % interval]")
-    for name in ("system", "TTFT", "TPOT", "step (ms)", "imbalance", "moved"):
+    result = Table(title="Real server, 2 CPU devices: means over vllm's, 95 % intervals", box=box.SIMPLE)
+    for name in ("system", "TTFT", "TPOT", "step\n(ms)", "imbal-\nance", "moved"):
         result.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
     for system, (ttft, tpot) in normalised.items():
         own = [store[run] for run in runs if run.system == system]
@@ -237,7 +238,7 @@ def table(store: ResultStore, runs: Sequence[AblationRun], normalised: dict[str,
 
 
 def interval(found: Estimate) -> str:
-    return f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    return f"{found.mean:.2f} {found.low:.2f}-{found.high:.2f}"
 
 
 def draw(normalised: dict[str, tuple[Estimate, Estimate]], path: Path) -> None:

@@ -169,7 +169,7 @@ def step_inputs(engine: EngineConfig, rows: int, tokens: int) -> Any:
 
 def table(title: str, found: Mapping[str, Medians]) -> Table:
     """Microseconds by size and variant, and over those without collection."""
-    result = Table(title=f"{title}: median microseconds (over none)")
+    result = Table(title=f"{title}: median us (over none)")
     variants = list(next(iter(found.values())))
     for name in ("size", *variants):
         result.add_column(name, justify="left" if name == "size" else "right", no_wrap=True)
