@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gimbal_jax.cli import app
+from gimbal_jax.simulation.experiments import Scope
+from gimbal_jax.simulation.store import ResultStore
+from scripts.results_tables import TABLES
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = r"^```python\n(.*?)^```\n```text\n(.*?)^```$"
@@ -41,3 +44,9 @@ def test_commands_of_mesh_print_what_they_say(command: str, output: str):
 def test_links_lead_somewhere(path: Path):
     for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def test_every_table_of_results_has_its_place():
+    found = re.findall(r"<!-- begin ([\w]+) -->\n", (DOCS / "results.md").read_text())
+    store, scope = ResultStore(Path("nowhere.jsonl")), Scope()
+    assert sorted(found) == sorted(make(store, scope).name for make in TABLES)
