@@ -165,7 +165,7 @@ def draw_calibrated(store: ResultStore, scope: Scope) -> Drawn:
                 axes.set_title(shape, fontsize=9)
                 plain(axes)
             rows[0][0].set_ylabel("requests, %", fontsize=8)
-            _by_shape(rows[1:], store, scope, grid, CALIBRATION, TTFT_TPOT)
+            _by_shape(rows[1:], store, scope, grid, CALIBRATION, TTFT_TPOT, titles=False)
             figure.suptitle(f"Calibrated weights of placement and (1, 1, 1), simulated, costs {costs}", fontsize=10)
             yield f"figure_8_{costs}", figure
 
@@ -265,15 +265,17 @@ def _by_shape(
     grid: Sequence[Scenario],
     systems: Sequence[str],
     measures: Sequence[Measure],
+    titles: bool = True,
 ) -> None:
-    """A row of panels per measure, a column per shape."""
+    """A row of panels per measure, a column per shape; ``titles`` says which."""
     shapes = [shape for shape in scope.shapes if any(s.workload.lengths == shape for s in grid)]
     for row, measure in zip(rows, measures, strict=True):
         for axes, shape in zip(row, shapes, strict=True):
             lines_by_load(axes, store, [s for s in grid if s.workload.lengths == shape], systems, measure)
-            if row is rows[0] and not axes.get_title():
-                axes.set_title(shape, fontsize=9)
         row[0].set_ylabel(label(measure), fontsize=8)
+    if titles:
+        for axes, shape in zip(rows[0], shapes, strict=True):
+            axes.set_title(shape, fontsize=9)
     rows[0][0].legend(fontsize=7, frameon=False)
 
 

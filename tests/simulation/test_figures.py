@@ -51,6 +51,7 @@ def test_lines_show_the_mean_at_each_load(store):
     assert by_label["vllm"].get_xdata() == pytest.approx([2.0, 4.0])
     assert by_label["vllm"].get_ydata() == pytest.approx([20.0, 40.0])
     assert by_label["gimbal"].get_ydata() == pytest.approx([16.0, 32.0])
+    assert [top.get_title() for top in figure.axes[: len(SCOPE.shapes)]] == list(SCOPE.shapes)
     assert axes.get_ylabel() == "latency, s" and "paper_like" in figure.get_suptitle()
     assert [text.get_text() for text in figures["figure_9_graph"].axes[0].get_xticklabels()] == ["50%", "95%"]
 
