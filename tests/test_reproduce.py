@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_an_interrupted_command_loses_nothing_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "scripts.reproduce", "2", "4", "--requests", "100", "--jobs", "1"]
     command += ["--out", str(tmp_path)]
     results = tmp_path / "results.jsonl"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not (results.exists() and results.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
