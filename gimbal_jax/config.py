@@ -7,6 +7,7 @@ package is configurable. Units are in the names (``_s`` seconds) or docstrings.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 DispatchPolicy = Literal[
@@ -31,6 +32,8 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that a request can ask for; the step always computes as many."""
 MAX_STOP_IDS = 16
 """Most stop token ids of one request, the model's own end tokens included."""
+MAX_LOGIT_BIAS = 300
+"""Most tokens that one request can bias, as in OpenAI's API."""
 MEMORY_UTILISATION = 0.9
 """Share of each GPU's memory that a server takes; the rest is for CUDA, its libraries and compiled code."""
 MAX_PRIORITY = 100
@@ -194,8 +197,28 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
+class NetworkConfig:
+    """Where the gRPC server listens, who may call it, and how much one client may ask for."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    """0 takes a free one."""
+    tls_cert: Path | None = None
+    """PEM chain of the server; with ``tls_key`` it serves TLS only."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """PEM of the authorities whose clients may connect: mutual TLS."""
+    api_keys: Path | None = None
+    """File of bearer tokens; without one every client may call."""
+    max_message_mib: int = 16
+    """Longest message that a client may send."""
+    max_streams_per_client: int = 256
+    """Most requests of one client at once."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
-    """All of the above for one server."""
+    """All that decides how one server computes."""
 
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.pages import PageAllocator
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
-from gimbal_jax.serving.request import FinishReason, Output, Request
+from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
 
 
 def max_sequence_tokens(config: EngineConfig) -> int:
@@ -58,6 +58,12 @@ class Sequence:
     key: tuple[float, ...] = ()
     key_until: float = -math.inf
     """While it waits: its sort key in the queue, and when that is no longer sure to hold."""
+    started: float | None = None
+    """When it first got a row."""
+    allowed: np.ndarray | None = None
+    """Tokens that its grammar allows next; None without one."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt tokens from the second on, as far as they are known."""
 
     @property
     def prefill_left(self) -> int:
@@ -123,7 +129,10 @@ class Engine:
         pages = np.zeros(self._pages_for(len(tokens)), np.int32)
         joined = self.prefill_tokens - waited_tokens
         min_length = prompt_tokens + request.sampling.min_tokens
-        self._waiting[request.id] = Sequence(request, tokens, prompt_tokens, prompt_tokens, min_length, pages, joined)
+        sequence = Sequence(request, tokens, prompt_tokens, prompt_tokens, min_length, pages, joined)
+        if request.grammar is not None:
+            sequence.allowed = request.grammar.allowed()
+        self._waiting[request.id] = sequence
         self._seen = max(self._seen, request.sequence)
 
     def cancel(self, request_id: str) -> bool:
@@ -136,10 +145,7 @@ class Engine:
 
     def fail_all(self, reason: str) -> list[Output]:
         """End every request with an error."""
-        ids = [*self._running, *self._waiting]
-        for request_id in ids:
-            self.cancel(request_id)
-        return [Output(request_id, (), finish_reason="error", error=reason) for request_id in ids]
+        return [self._fail(request_id, reason) for request_id in [*self._running, *self._waiting]]
 
     def schedule(self, now: float) -> Plan:
         """Choose this step's work: a token for every sequence that decodes, then prefill in queue order.
@@ -183,8 +189,8 @@ class Engine:
             if sequence is None:
                 continue
             sequence.computed = chunk.start + len(chunk.tokens)
-            if result is not None:
-                outputs.append(self._append(sequence, result))
+            if result is not None and (output := self._take(sequence, chunk, result)) is not None:
+                outputs.append(output)
         return outputs
 
     def trace(self, now: float, expert_pressure: float) -> Trace:
@@ -243,7 +249,7 @@ class Engine:
                 break
             if sequence.request.id in self._waiting:
                 # Nothing overtakes the first one that does not fit, so that a long prompt is not starved.
-                admit = admit and self._admit(sequence)
+                admit = admit and self._admit(sequence, now)
                 if not admit:
                     continue
             chunks.append(_chunk(sequence, count))
@@ -262,13 +268,15 @@ class Engine:
         request, prefill_left = sequence.request, sequence.prefill_end - sequence.computed
         return Job(request.arrival, prefill_left, self.prefill_tokens - sequence.joined, request.priority)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, now: float) -> bool:
         """Start a waiting sequence if a row, and pages for its whole prefill and one more token, are free."""
         if len(self._running) >= self._config.max_rows:
             return False
         if not self._take_pages(sequence, self._pages_for(sequence.length + 1)):
             return False
         del self._waiting[sequence.request.id]
+        if sequence.started is None:
+            sequence.started = now
         youngest = next(reversed(self._running.values()), sequence)
         self._running[sequence.request.id] = sequence
         if sequence.age < youngest.age:
@@ -294,9 +302,24 @@ class Engine:
         self._waiting[sequence.request.id] = sequence
         self.preemptions += 1
 
-    def _append(self, sequence: Sequence, chosen: NextToken) -> Output:
+    def _take(self, sequence: Sequence, chunk: Chunk, result: NextToken) -> Output | None:
+        """What a step gave for a chunk; None if there is nothing to tell yet."""
+        if result.error:
+            return self._fail(sequence.request.id, result.error)
+        if result.prompt_logprobs:
+            # Recomputed tokens bring those again that are known.
+            sequence.prompt_logprobs += result.prompt_logprobs[len(sequence.prompt_logprobs) - chunk.start :]
+        if result.token_id is None:
+            return None
+        is_first = sequence.length == len(sequence.request.prompt)
+        output = self._append(sequence, result.token_id, result.logprobs)
+        if is_first:
+            output.started, output.prompt_logprobs = sequence.started, tuple(sequence.prompt_logprobs)
+        return output
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Output:
         """Add a chosen token to its sequence; end the sequence if that was the last one."""
-        request, token_id, length = sequence.request, chosen.token_id, sequence.length
+        request, length = sequence.request, sequence.length
         # Before min_tokens stop tokens are suppressed, unless the vocabulary has no other.
         if token_id in request.sampling.stop_token_ids and length >= sequence.min_length:
             self.cancel(request.id)
@@ -307,7 +330,17 @@ class Engine:
         if length + 1 == len(sequence.tokens):
             self.cancel(request.id)
             finish = "length"
-        return Output(request.id, (token_id,), () if chosen.logprobs is None else (chosen.logprobs,), finish)
+        elif request.grammar is not None:
+            try:
+                request.grammar.accept(token_id)
+                sequence.allowed = request.grammar.allowed()
+            except Exception as error:  # one request's grammar must not end the others
+                return self._fail(request.id, f"its grammar failed: {error}")
+        return Output(request.id, (token_id,), () if logprobs is None else (logprobs,), finish)
+
+    def _fail(self, request_id: str, reason: str) -> Output:
+        self.cancel(request_id)
+        return Output(request_id, (), finish_reason="error", error=reason)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)
@@ -333,6 +366,14 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     request, start, end = sequence.request, sequence.computed, sequence.computed + count
     tokens, pages = sequence.tokens[start:end], sequence.pages[: sequence.num_pages]
     if end < sequence.length:
-        return Chunk(request.id, tokens, start, pages, sampling=None)
-    suppress = request.sampling.stop_token_ids if end < sequence.min_length else ()
-    return Chunk(request.id, tokens, start, pages, request.sampling, suppress)
+        chunk = Chunk(request.id, tokens, start, pages, sampling=None)
+    else:
+        suppress = request.sampling.stop_token_ids if end < sequence.min_length else ()
+        chunk = Chunk(request.id, tokens, start, pages, request.sampling, suppress)
+        if request.sampling.penalises:
+            chunk.history, chunk.prompt_tokens = sequence.tokens[:end], len(request.prompt)
+        chunk.allowed = sequence.allowed
+    wanted, prompt_tokens = request.sampling.prompt_logprobs, len(request.prompt)
+    if wanted is not None and start + 1 < prompt_tokens == sequence.length:
+        chunk.targets, chunk.target_logprobs = sequence.tokens[start + 1 : min(end + 1, prompt_tokens)], wanted
+    return chunk

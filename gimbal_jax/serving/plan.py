@@ -26,6 +26,15 @@ class Chunk:
     """How to choose the token after the last one; None in the middle of a prefill, where none is chosen."""
     suppress: tuple[int, ...] = ()
     """Tokens that must not be chosen yet (stop tokens before ``min_tokens``)."""
+    history: np.ndarray | None = None
+    """All tokens of the sequence so far, where a penalty wants them; the first ``prompt_tokens`` are its prompt."""
+    prompt_tokens: int = 0
+    allowed: np.ndarray | None = None
+    """The only tokens that may be chosen, as ``Grammar.allowed`` gives them; None allows all."""
+    targets: np.ndarray | None = None
+    """Prompt tokens whose log probabilities are wanted: those after each of ``tokens``, as far as the prompt goes."""
+    target_logprobs: int = 0
+    """Alternatives to report for each of ``targets``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +57,12 @@ class Plan:
 
 @dataclass(slots=True)
 class NextToken:
-    """The token chosen after a chunk, with its log probabilities if the request wants them."""
+    """What a step gives for a chunk: the token after it, with its log probabilities if the request wants them."""
 
-    token_id: int
+    token_id: int | None
+    """None after a chunk that chooses none, in the middle of a prefill."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the chunk's ``targets``."""
+    error: str = ""
+    """Why no token could be chosen for this sequence, where others of the step go on."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 PRIORITY_KEY = "x-gimbal-priority"
 """gRPC metadata key of a request's priority, for which the protocol has no field."""
@@ -28,6 +30,36 @@ class SamplingParams:
     """Alternatives per token to report besides the chosen one; None reports nothing."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, the model's own end tokens included unless they are ignored."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the output has it."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that the output has."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by it where positive, else multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), at most MAX_LOGIT_BIAS."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report for each prompt token besides its own log probability; None reports nothing."""
+
+    @property
+    def penalises(self) -> bool:
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+
+class Grammar(Protocol):
+    """What an output must look like, and how far it has come. One sequence's own, used by the engine thread only.
+
+    Whatever it raises ends that one request with an error.
+    """
+
+    def allowed(self) -> np.ndarray:
+        """Tokens that may come next, as bits: bit t % 32 of element t // 32, int32 [ceil(V / 32)]; at least one.
+
+        Where the output is complete these are end tokens.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """The output goes on with this token, one of those allowed."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +75,12 @@ class Request:
     sequence: int
     priority: int = 0
     """Lower runs first; 0 unless the queue policy is ``priority``."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of a chosen token, and of the likeliest ones, best first."""
+    """Log probability of a token, and of the likeliest ones in its place, best first."""
 
     chosen: float
     top_ids: tuple[int, ...]
@@ -64,4 +97,8 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended it; it is not among the tokens."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    started: float | None = field(default=None, compare=False)
+    """With the first tokens: when its first step began, on the server's clock."""
     error: str = field(default="", compare=False)

@@ -25,9 +25,9 @@ class Runner(Protocol):
         """The placement in force; not to be written to."""
 
     def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
-        """Run one step of all engines; for each engine what was chosen after each of its plan's chunks.
+        """Run one step of all engines; for each engine what it gives for each of its plan's chunks.
 
-        None where nothing was to be chosen.
+        None where that is nothing. What it raises ends all requests: the devices' state may be lost.
         """
 
     def take_counts(self) -> np.ndarray:

@@ -20,7 +20,9 @@ class Tokenizer:
     """Built from the contents of the files named in ``FILES``, of which only the first must be there."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+        self.json = files["tokenizer.json"]
+        """What it was made from, for libraries that read it themselves."""
+        self._tokenizer = tokenizers.Tokenizer.from_str(self.json)
         config = json.loads(files.get("tokenizer_config.json", "{}"))
         template = files.get("chat_template.jinja") or _default_template(config.get("chat_template"))
         self._special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
