@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from gimbal_jax.config import EngineConfig
 from gimbal_jax.scheduler.late import Room
 from gimbal_jax.scheduler.queue import Job
 from gimbal_jax.serving.engine import Engine, max_sequence_tokens
-from gimbal_jax.serving.plan import NextToken, Plan
+from gimbal_jax.serving.plan import Chunk, NextToken, Plan
 from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
 from tests.serving.paged_model import VOCAB, PagedModel, alone, request
 from tests.serving.stepped_engine import CONFIG, FCFS, HRRN, PRIORITY, SJF, ids, result, run, step
@@ -83,6 +84,125 @@ def test_cancel_frees_pages_at_once_also_with_a_step_in_flight():  # trap 19
     assert [out.request_id for out in outputs] == ["b"]
     assert engine.tokens_computed == 11  # they went through the model and were counted there
     assert engine.free_pages == CONFIG.num_pages - 1
+
+
+# -- what a request asks for besides tokens --------------------------------
+
+
+def first_output(engine: Engine, answer) -> Output:
+    """Step until something comes out; ``answer`` gives what the devices would for a chunk."""
+    for _ in range(50):
+        plan = engine.schedule(0.0)
+        if news := engine.commit(plan, [answer(chunk) for chunk in plan.chunks]):
+            return news[0]
+    raise AssertionError("nothing came out")
+
+
+def logprobs_of(chunk: Chunk) -> NextToken:
+    """As the log probability of a prompt token, the token itself."""
+    targets = () if chunk.targets is None else tuple(TokenLogprobs(float(t), (), ()) for t in chunk.targets)
+    return NextToken(5 if chunk.sampling else None, prompt_logprobs=targets)
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 16, 17, 40])
+def test_prompt_logprobs_are_of_every_prompt_token_but_the_first_however_it_is_chunked(prompt_tokens):
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", prompt_tokens, prompt_logprobs=2))
+    output = first_output(engine, logprobs_of)
+    assert [entry.chosen for entry in output.prompt_logprobs] == list(range(1, prompt_tokens))
+    assert first_output(engine, logprobs_of).prompt_logprobs == ()
+
+
+def test_a_preempted_prefill_brings_no_prompt_logprob_twice():
+    config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
+    engine = Engine(0, config, FCFS)
+    engine.add(request("old", 7, 9, sequence=1))
+    first_output(engine, logprobs_of)
+    engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
+    outputs = []
+    while not engine.idle:
+        plan = engine.schedule(0.0)
+        outputs += engine.commit(plan, [logprobs_of(chunk) for chunk in plan.chunks])
+    assert engine.preemptions == 1
+    (output,) = [output for output in outputs if output.request_id == "long"]
+    assert [entry.chosen for entry in output.prompt_logprobs] == list(range(1, 22))
+
+
+def test_a_penalty_sees_all_tokens_and_which_are_the_prompts():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", 3, presence_penalty=1.0))
+    histories = [
+        (chunk.history.tolist(), chunk.prompt_tokens)
+        for plan, _ in run(engine, CONFIG)
+        for chunk in plan.chunks
+        if chunk.history is not None
+    ]
+    out = first_tokens(4)
+    assert histories == [([0, 1, 2, *out[:n]], 3) for n in range(4)]
+
+
+class Turns:
+    """A grammar of tokens in turn; it fails at ``broken``."""
+
+    def __init__(self, broken: int | None = None):
+        self.turn, self.broken = 0, broken
+
+    def allowed(self) -> np.ndarray:
+        return np.array([1 << self.turn], np.int32)
+
+    def accept(self, token_id: int) -> None:
+        if token_id == self.broken:
+            raise ValueError("no such word")
+        self.turn += 1
+
+
+def lowest_allowed(chunk: Chunk) -> NextToken:
+    return NextToken(int(chunk.allowed[0]).bit_length() - 1 if chunk.allowed is not None else 6)
+
+
+def test_a_grammar_follows_its_own_sequence():
+    engine = Engine(0, CONFIG, FCFS)
+    for number, grammar in enumerate([Turns(), None, Turns()], start=1):
+        engine.add(dataclasses.replace(request(number, number, sequence=number), grammar=grammar))
+    outputs = []
+    while not engine.idle:
+        plan = engine.schedule(0.0)
+        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+    assert [result(outputs, name)[0] for name in "123"] == [(0, 1, 2, 3), (6, 6, 6, 6), (0, 1, 2, 3)]
+
+
+def test_a_grammar_that_fails_ends_its_own_request_alone():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(dataclasses.replace(request("bad", 3), grammar=Turns(broken=1)))
+    engine.add(request("good", 3, sequence=2))
+    outputs = []
+    while not engine.idle:
+        plan = engine.schedule(0.0)
+        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+    assert result(outputs, "bad") == ((0,), "error")
+    assert "no such word" in next(out.error for out in outputs if out.error)
+    assert result(outputs, "good") == ((6, 6, 6, 6), "length")
+    assert engine.free_pages == CONFIG.num_pages
+
+
+def test_a_sequence_without_a_next_token_fails_alone():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("bad", 3))
+    engine.add(request("good", 3, sequence=2))
+    plan = engine.schedule(0.0)
+    bad, good = engine.commit(plan, [NextToken(None, error="not finite"), NextToken(1)])
+    assert (bad.finish_reason, bad.error, good.token_ids) == ("error", "not finite", (1,))
+    assert ids(engine.schedule(0.0).chunks) == [("good", 1)]
+
+
+def test_the_first_output_tells_when_the_first_step_began():
+    engine = Engine(0, CONFIG, FCFS)
+    engine.add(request("a", 20, 2))
+    started = []
+    for now in (1.0, 2.0, 3.0):
+        plan = engine.schedule(now)
+        started += [out.started for out in engine.commit(plan, [logprobs_of(chunk) for chunk in plan.chunks])]
+    assert started == [1.0, None]
 
 
 # -- ends -------------------------------------------------------------------
