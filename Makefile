@@ -14,7 +14,7 @@ setup: ## make .venv, if it is not there or out of date
 	@scripts/bootstrap $(PYTHON)
 
 demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python -m scripts.demo
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest

@@ -10,12 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -28,7 +24,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.client_records import Unavailable
 from gimbal_jax.serving.measurement import Measurement, summarise
 from gimbal_jax.serving.replay import (
     Call,
@@ -39,10 +34,10 @@ from gimbal_jax.serving.replay import (
 )
 from gimbal_jax.serving.report import RunReport, Traffic, comparison_table, draw, expert_traffic
 from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
+from scripts.server_process import GIMBAL, running_server
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 MODEL = OUT / "demo-model"
-GIMBAL = Path(sys.executable).with_name("gimbal")
 MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
 RUNS = {
     "vllm_classic, fcfs, eplb": ("--dispatch", "vllm_classic", "--queue", "fcfs", "--placement", "eplb"),
@@ -54,7 +49,6 @@ SLOWDOWN, INPUT_SCALE, OUTPUT_SCALE = 0.75, 1 / 2, 1 / 4
 # Topics persist: eight conversations at a time, each of 25 requests on average.
 CONVERSATIONS, CONVERSATION_END = 8, 0.04
 SAMPLE_PERIOD_S = 2.0
-START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
 
 console = Console()
 
@@ -97,7 +91,8 @@ def prompt_tokens(tokenizer: Tokenizer, topic: str, count: int, rng: np.random.G
 
 async def run(name: str, policies: Sequence[str], calls: Sequence[Call]) -> tuple[RunReport, dict[str, Any]]:
     """One replay against a server of its own: the report, and everything known about it for the JSON file."""
-    async with server(name, policies) as target, GimbalClient(target) as client:
+    log = OUT / f"demo-{name.split(',')[0]}.log"
+    async with running_server(MODEL, (*MESH, *policies), log) as server, GimbalClient(server.target) as client:
         samples = [await sample(client)]
         sampler = asyncio.create_task(keep_sampling(client, samples))
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -136,47 +131,6 @@ async def run(name: str, policies: Sequence[str], calls: Sequence[Call]) -> tupl
         "requests": [plain(measurement) for measurement in measured],
     }
     return report, details
-
-
-@contextlib.asynccontextmanager
-async def server(name: str, policies: Sequence[str]) -> AsyncIterator[str]:
-    """Address of a server that serves; afterwards it is told to stop, and must exit with 0."""
-    target = f"127.0.0.1:{free_port()}"
-    log = OUT / f"demo-{name.split(',')[0]}.log"
-    command = [str(GIMBAL), "serve", str(MODEL), *MESH, "--port", target.rpartition(":")[2], *policies]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        with console.status(f"{name}: the server is warming up"):
-            await serving(target, process, log)
-        yield target
-        with console.status(f"{name}: the server is stopping"):
-            process.send_signal(signal.SIGTERM)
-            code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
-        if code != 0:
-            raise SystemExit(f"the server exited with {code}; its log is {log}")
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def serving(target: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when the server serves; a new connection each time, since a refused one waits before it retries."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the server does not serve (exit code {process.poll()}):\n{log.read_text()[-2000:]}")
-        with contextlib.suppress(Unavailable):
-            async with GimbalClient(target) as client:
-                if await client.is_serving():
-                    return
-        await asyncio.sleep(0.2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def sample(client: GimbalClient) -> Traffic:
