@@ -20,22 +20,31 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import grpc
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax.model.demo_model import TOPICS, topic_prompt, write_demo_model
+from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.tokenizer import load_tokenizer
 from gimbal_jax.simulation.plots import plain
+from scripts.checked_streams import (
+    TIE,
+    Call,
+    Fate,
+    Sample,
+    Seen,
+    make_calls,
+    one,
+    quiet_answers,
+    request_of,
+    sample,
+    settled,
+)
 from scripts.server_process import running_server
 
 OUT = Path("out/soak")
@@ -48,56 +57,10 @@ CANCELLED, LATE = 0.12, 0.05
 """Shares of requests that their client cancels, and whose deadline is too short."""
 MOVE_PERIOD_S, SAMPLE_PERIOD_S, KILL_PERIOD_S = 3.0, 5.0, 60.0
 VICTIM_STREAMS, VICTIM_LIFE_S = 8, 4.0
-TIE = 1e-3
-"""Log probabilities closer than this are a tie, which rounding may decide either way."""
 WARM_UP_SHARE = 0.25
 """The first part of the run does not count in the memory's slope: pools and caches fill."""
 
-Fate = Literal["whole", "cancelled", "late"]
 console = Console()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A greedy request, and the tokens that it gives on a quiet server.
-
-    ``gaps`` are the log probabilities of each of these over the second best token's.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    expected: tuple[int, ...] = ()
-    gaps: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one client saw. ``wrong`` says what is missing or too much; empty if all is right."""
-
-    sent_s: float
-    fate: Fate
-    status: str
-    tokens: int
-    ttft_s: float
-    e2e_s: float
-    wrong: str
-    gap: float | None
-    """If its tokens are not those of the quiet server: by how much the first other token was the second best there.
-
-    Other batches and placements add in another order, and rounding may decide a tie otherwise; more is garbage."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The server process and its state at one moment."""
-
-    time_s: float
-    rss_mib: float
-    files: int
-    free_pages: int
-    active: int
-    experts_moved: int
-    preemptions: int
 
 
 @dataclass
@@ -130,7 +93,7 @@ async def soak(seconds: float, share: float, seed: int) -> bool:
     rng = np.random.default_rng(seed)
     async with running_server(MODEL, SERVER, OUT / "server.log") as server, GimbalClient(server.target) as client:
         pages = (await client.status()).free_pages_S
-        calls = await quiet_answers(client, make_calls(rng))
+        calls = await quiet_answers(client, make_calls(MODEL, REQUESTS, rng), console)
         capacity = await measured_capacity(client, calls)
         console.print(f"capacity: {capacity:.1f} requests/s with {CAPACITY_CLIENTS} clients; load: {share:.0%} of it")
         await settled(client)
@@ -169,37 +132,6 @@ async def soak(seconds: float, share: float, seed: int) -> bool:
     return not any(findings[name] for name in bad)
 
 
-def make_calls(rng: np.random.Generator) -> list[Call]:
-    tokenizer = load_tokenizer(MODEL)
-    assert tokenizer is not None, "the demo model has one"
-    calls = []
-    for _ in range(REQUESTS):
-        words = int(rng.integers(8, 160))
-        text = topic_prompt(str(rng.choice(TOPICS)), words, rng)
-        calls.append(Call(tuple(tokenizer.encode(text)[:words]), int(rng.integers(4, 65))))
-    return calls
-
-
-def request_of(call: Call, logprobs: int | None = None) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        tokenized=pb.TokenizedInput(input_ids=call.prompt),
-        sampling_params=pb.SamplingParams(
-            temperature=0, max_tokens=call.max_tokens, ignore_eos=True, logprobs=logprobs
-        ),
-        stream=True,
-    )
-
-
-async def quiet_answers(client: GimbalClient, calls: list[Call]) -> list[Call]:
-    """The calls with what each gives, one at a time."""
-    answered = []
-    for call in track(calls, "a quiet run", console=console):
-        *_, last = [response async for response in client.engine.Generate(request_of(call, logprobs=2))]
-        gaps = tuple(top.values[0] - top.values[1] for top in last.complete.output_logprobs.top_logprobs)
-        answered.append(replace(call, expected=tuple(last.complete.output_ids), gaps=gaps))
-    return answered
-
-
 async def measured_capacity(client: GimbalClient, calls: list[Call]) -> float:
     """Requests per second of clients that never rest; the first quarter does not count."""
     start = time.monotonic()
@@ -229,38 +161,6 @@ async def open_loop(
             fate: Fate = "cancelled" if luck < CANCELLED else "late" if luck < CANCELLED + LATE else "whole"
             tasks.append(group.create_task(one(client, call, fate, patience, start, start + due_s)))
     return [task.result() for task in tasks]
-
-
-async def one(client: GimbalClient, call: Call, fate: Fate, patience: float, start: float, due: float) -> Seen:
-    """One stream. ``patience`` in [0, 1) says after how much of it a client leaves, or its deadline passes."""
-    timeout = 0.02 + patience if fate == "late" else None
-    leave_after = int(patience * call.max_tokens) if fate == "cancelled" else None
-    tokens: list[int] = []
-    first, status, wrong = float("nan"), "OK", ""
-    stream = client.engine.Generate(request_of(call), timeout=timeout)
-    try:
-        async for response in stream:
-            if response.HasField("chunk"):
-                if not tokens:
-                    first = time.monotonic() - due
-                tokens += response.chunk.token_ids
-                if response.chunk.completion_tokens != len(tokens):
-                    wrong = f"{len(tokens)} tokens came, the server counts {response.chunk.completion_tokens}"
-                if leave_after is not None and len(tokens) > leave_after:
-                    status = "left"
-                    break
-            elif tuple(response.complete.output_ids) != tuple(tokens):
-                wrong = "the last message holds other tokens than the stream"
-            elif len(tokens) != call.max_tokens:
-                wrong = f"{len(tokens)} tokens of {call.max_tokens}"
-    except grpc.aio.AioRpcError as error:
-        status = error.code().name
-        if not (fate == "late" and status == "DEADLINE_EXCEEDED"):
-            wrong = f"{status}: {error.details()}"
-    finally:
-        stream.cancel()
-    gap = next((gap for ours, quiet, gap in zip(tokens, call.expected, call.gaps, strict=False) if ours != quiet), None)
-    return Seen(due - start, fate, status, len(tokens), first, time.monotonic() - due, wrong, gap)
 
 
 async def keep_moving(client: GimbalClient) -> None:
@@ -299,30 +199,6 @@ async def keep_sampling(client: GimbalClient, pid: int, result: Soak) -> None:
     while True:
         result.samples.append(await sample(client, pid, time.monotonic() - start))
         await asyncio.sleep(SAMPLE_PERIOD_S)
-
-
-async def sample(client: GimbalClient, pid: int, time_s: float) -> Sample:
-    status = await client.status()
-    process = Path("/proc") / str(pid)
-    rss = next(line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
-    return Sample(
-        time_s,
-        int(rss.split()[1]) / 1024,
-        len(list((process / "fd").iterdir())),
-        sum(status.free_pages_S),
-        status.active_requests,
-        status.experts_moved,
-        status.preemptions,
-    )
-
-
-async def settled(client: GimbalClient) -> None:
-    """Returns when no request is left, in the frontend or in an engine."""
-    while True:
-        status, traces = await client.status(), (await client.traces()).traces
-        if not status.active_requests and not any(t.running_requests + t.waiting_requests for t in traces):
-            return
-        await asyncio.sleep(0.2)
 
 
 def rss_slope(samples: list[Sample]) -> float:
