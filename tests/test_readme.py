@@ -16,7 +16,8 @@ import gimbal_jax
 from gimbal_jax.cli import app
 from gimbal_jax.config import DispatchPolicy, PlacementPolicy, QueuePolicy
 from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.metrics import StatusCollector
+from gimbal_jax.serving.metrics import ServerCollector
+from gimbal_jax.serving.request_metrics import RequestHistograms
 from tests.serving.fake_server import FakeCore
 
 ROOT = Path(gimbal_jax.__file__).parents[1]
@@ -83,7 +84,8 @@ def test_policies_are_all_named():
 
 def test_metrics_exist():
     async def families():
-        return list(StatusCollector(FakeCore(), Frontend(FakeCore(), time.monotonic)).collect())
+        core = FakeCore()
+        return list(ServerCollector(Frontend(core, time.monotonic), RequestHistograms(core.config)).collect())
 
     names = {family.name + "_total" * (family.type == "counter") for family in asyncio.run(families())}
     named = set(re.findall(r"`(gimbal_[a-z_]+)`", README)) - {"gimbal_jax", *get_args(PlacementPolicy)}

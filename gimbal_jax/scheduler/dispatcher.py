@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.config import DispatchConfig
@@ -58,6 +58,11 @@ class Dispatcher:
         self._choices = 0
         self.recent: deque[DispatchRecord] = deque(maxlen=RECENT_DECISIONS)
         """The last decisions, oldest first."""
+
+    @property
+    def compensation_S(self) -> tuple[int, ...]:
+        """Prefill tokens dispatched to each engine that its trace does not show yet. For any thread."""
+        return tuple(self._compensation_S)
 
     def dispatch(
         self,
@@ -142,4 +147,12 @@ class Dispatcher:
             prompt_tokens=prompt_tokens,
             cached_tokens_S=cached_tokens_S or self._no_cache,
             draw=self._draw(),
+        )
+
+    def compensation_after(self, traces: Sequence[Trace]) -> tuple[int, ...]:
+        """Compensation of each engine once these traces are observed. Changes nothing, and any thread may ask."""
+        seen = {trace.engine: trace.seen for trace in traces}
+        return tuple(
+            sum(request.tokens for request in list(unseen.values()) if request.sequence > seen.get(engine, 0))
+            for engine, unseen in enumerate(self._unseen_S)
         )

@@ -1,163 +1,146 @@
-"""Prometheus metrics: the core's status and the frontend's counters, read at each scrape."""
+"""All Prometheus metrics of a server, read at each scrape. Where the meaning is vLLM's, so is the name."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.frontend import Core, Frontend
+from gimbal_jax.scheduler.trace import idle_trace
+from gimbal_jax.serving.frontend import Frontend
+from gimbal_jax.serving.metric_families import (
+    by_engine,
+    counters,
+    engine_counters,
+    engine_gauges,
+    gauges,
+    histogram,
+)
+from gimbal_jax.serving.placement_metrics import loop_metrics, traffic_metrics
+from gimbal_jax.serving.request_metrics import ENDS, RequestHistograms
+from gimbal_jax.serving.status import Status
 from gimbal_jax.version import __version__
 
 STATES = ("warming", "serving", "draining", "stopped", "failed")
 
 
-@contextlib.contextmanager
-def serve_metrics(core: Core, frontend: Frontend, port: int) -> Iterator[int]:
-    """Serve /metrics on loopback in a thread of its own; yields the port (a free one for 0)."""
+def metrics_registry(frontend: Frontend, histograms: RequestHistograms) -> CollectorRegistry:
+    """Everything that a scrape shows, the process' own memory and file handles included."""
     registry = CollectorRegistry()
-    registry.register(StatusCollector(core, frontend))
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    registry.register(ServerCollector(frontend, histograms))
+    ProcessCollector(registry=registry)
+    return registry
 
 
-class StatusCollector(Collector):
-    """Per-engine gauges are named ``gimbal_engine_*``; each has a sum over engines, ``gimbal_*``."""
+class ServerCollector(Collector):
+    """Metrics of one server, in any state, from any thread."""
 
-    def __init__(self, core: Core, frontend: Frontend) -> None:
-        self._core = core
+    def __init__(self, frontend: Frontend, histograms: RequestHistograms) -> None:
         self._frontend = frontend
+        self._core = frontend.core
+        self._histograms = histograms
         self._start = frontend.clock()
 
     def describe(self) -> list[Metric]:
         return []  # Registration must not scrape a core that is still warming up.
 
     def collect(self) -> Iterator[Metric]:
+        status, now = self._core.status(), self._frontend.clock()
         yield InfoMetricFamily("gimbal_build", "Version of the server.", {"version": __version__})
+        yield gauges(
+            "gimbal_state",
+            "1 for the state that the server is in.",
+            "state",
+            {state: float(status.state == state) for state in STATES},
+        )
         yield from self._requests()
-        yield from self._engines()
-        yield from self._loop()
+        yield from self._histograms.collect()
+        yield from self._traces(now)
+        yield from self._engines(status)
+        yield from self._dispatch()
+        yield from traffic_metrics(self._core.model, self._core.config.mesh.ranks, status)
+        yield from loop_metrics(status, now, self._start)
 
     def _requests(self) -> Iterator[Metric]:
-        counters = self._frontend.counters
+        count = self._frontend.counters
+        outcomes = dict.fromkeys(ENDS, 0) | dict(count.outcomes)
+        refused = outcomes.pop("refused", 0)
         yield GaugeMetricFamily("gimbal_active_requests", "Requests that are streaming now.", self._frontend.active)
-        yield _labelled("gimbal_requests", "Ended requests by outcome.", "outcome", dict(counters.outcomes))
-        yield _labelled("gimbal_dispatches", "Dispatch decisions by rule.", "rule", dict(counters.rules))
-        yield CounterMetricFamily("gimbal_prompt_tokens", "Prompt tokens accepted.", counters.prompt_tokens)
-        yield CounterMetricFamily("gimbal_generated_tokens", "Tokens sent to clients.", counters.generated_tokens)
-        yield SummaryMetricFamily(
-            "gimbal_time_to_first_token_seconds",
-            "Time from arrival to the first token.",
-            counters.first_tokens,
-            counters.first_token_seconds,
-        )
+        yield counters("gimbal_request_success", "Ended requests. All engines.", "finished_reason", outcomes)
+        yield CounterMetricFamily("gimbal_requests_refused", "Requests refused, mostly by a full queue.", refused)
+        yield CounterMetricFamily("gimbal_prompt_tokens", "Prompt tokens accepted.", count.prompt_tokens)
+        yield CounterMetricFamily("gimbal_generation_tokens", "Tokens sent to clients.", count.generated_tokens)
 
-    def _engines(self) -> Iterator[Metric]:
-        traces = self._core.traces
-        now = self._frontend.clock()
-        yield from _per_engine(
-            "running_requests", "Requests with a row in the step.", [t.running_requests for t in traces]
+    def _traces(self, now: float) -> Iterator[Metric]:
+        """What dispatch sees. An engine that has published nothing yet is idle, and its trace infinitely old."""
+        published = {trace.engine: trace for trace in self._core.traces}
+        engines = range(self._core.config.mesh.dp)
+        traces = [published.get(engine) or idle_trace(engine, -math.inf) for engine in engines]
+        ages_S = [now - trace.time for trace in traces]
+        yield from engine_gauges(
+            "num_requests_running", "Requests with a row in the step.", [t.running_requests for t in traces]
         )
-        yield from _per_engine("waiting_requests", "Requests in the queue.", [t.waiting_requests for t in traces])
-        yield from _per_engine(
+        central = self._core.central_queue
+        waiting_S = [t.waiting_requests for t in traces]
+        yield from engine_gauges("num_requests_waiting", "Requests in a queue.", waiting_S, sum(waiting_S) + central)
+        yield GaugeMetricFamily("gimbal_central_queue_requests", "Requests that have no engine yet.", central)
+        yield from engine_gauges(
             "prefill_tokens",
             "Prefill tokens still to do, of running and waiting requests.",
             [t.running_prefill_tokens + t.waiting_prefill_tokens for t in traces],
         )
-        yield from _per_engine(
+        yield from engine_gauges(
             "kv_tokens", "Tokens of running requests in the KV cache.", [t.kv_tokens for t in traces]
         )
-        yield from _per_engine("waiting_tokens", "Lengths of the waiting requests.", [t.waiting_tokens for t in traces])
-        yield from _per_engine(
+        yield from engine_gauges(
+            "waiting_tokens", "Lengths of the waiting requests.", [t.waiting_tokens for t in traces]
+        )
+        yield from engine_gauges(
             "expert_pressure", "Expert tokens per step, in token equivalents.", [t.expert_pressure for t in traces]
         )
-        yield GaugeMetricFamily(
-            "gimbal_central_queue_requests", "Requests that have no engine yet.", self._core.central_queue
+        yield from engine_gauges(
+            "trace_age_seconds",
+            "Age of an engine's latest trace, infinite before the first; the oldest.",
+            ages_S,
+            max(ages_S),
         )
-        yield _gauges("gimbal_engine_kv_use", "Share of KV pages in use.", [t.kv_use for t in traces])
-        # Infinite before the first trace: an alarm on it must not stay silent.
-        oldest = max((now - trace.time for trace in traces), default=math.inf)
-        yield GaugeMetricFamily("gimbal_oldest_trace_age_seconds", "Age of the oldest engine's trace.", oldest)
 
-    def _loop(self) -> Iterator[Metric]:
-        status = self._core.status()
-        now = self._frontend.clock()
-        states = GaugeMetricFamily("gimbal_state", "1 for the state that the server is in.", labels=["state"])
-        for state in STATES:
-            states.add_metric([state], float(status.state == state))
-        yield states
-        yield from _per_engine("free_pages", "KV pages that no request holds.", status.free_pages_S)
+    def _engines(self, status: Status) -> Iterator[Metric]:
+        pages = self._core.config.engine.num_pages
+        used_S = [1 - free / pages for free in status.free_pages_S]
+        mean = sum(used_S) / len(used_S)
+        yield from engine_gauges("kv_cache_usage_perc", "Share of KV pages in use, 1 is all.", used_S, mean)
+        yield from engine_gauges("free_pages", "KV pages that no request holds.", status.free_pages_S)
+        yield from engine_counters("num_preemptions", "Requests put back for want of pages.", status.preemptions_S)
+        yield from engine_counters("computed_tokens", "Tokens that went through the model.", status.tokens_computed_S)
+        yield from engine_counters(
+            "prefill_tokens_computed", "Prefill tokens that went through the model.", status.prefill_tokens_S
+        )
         yield CounterMetricFamily("gimbal_steps", "Steps since start.", status.step)
-        tokens = CounterMetricFamily(
-            "gimbal_engine_computed_tokens", "Tokens that went through the model.", labels=["engine"]
-        )
-        for engine, value in enumerate(status.tokens_computed_S):
-            tokens.add_metric([str(engine)], value)
-        yield tokens
+        yield histogram("gimbal_step_seconds", "Steps by their time on the devices.", status.step_seconds)
+        yield histogram("gimbal_step_tokens", "Steps by the tokens of all engines in them.", status.step_tokens)
         yield CounterMetricFamily(
-            "gimbal_computed_tokens", "Tokens that went through the model, all engines.", sum(status.tokens_computed_S)
-        )
-        yield CounterMetricFamily("gimbal_preemptions", "Requests put back for want of pages.", status.preemptions)
-        yield CounterMetricFamily("gimbal_experts_moved", "Experts that changed their rank.", status.experts_moved)
-        yield CounterMetricFamily("gimbal_moved_bytes", "Bytes of moved experts.", status.bytes_moved)
-        yield CounterMetricFamily("gimbal_windows_written", "Traffic windows written to files.", status.windows_written)
-        yield CounterMetricFamily("gimbal_windows_lost", "Windows that could not be written.", status.windows_lost)
-        yield CounterMetricFamily(
-            "gimbal_compiles_after_warmup",
-            "Compilations while serving: a bug.",
-            status.compiles_after_warmup,
-        )
-        ranks = self._core.config.mesh.ranks
-        counts_LSE, slot_of_expert_LE = status.window_counts_LSE, status.slot_of_expert_LE
-        yield GaugeMetricFamily(
-            "gimbal_rank_imbalance",
-            "Max over mean rank load, mean over layers, of the last window under today's placement.",
-            float(imbalance_L(counts_LSE, slot_of_expert_LE, ranks).mean()),
-        )
-        yield GaugeMetricFamily(
-            "gimbal_remote_share",
-            "Share of the last window's expert tokens that leave their engine's ranks, under today's placement.",
-            float(remote_share(counts_LSE, slot_of_expert_LE, ranks)),
-        )
-        decided = status.placements[-1].time if status.placements else self._start
-        rebalanced = self._start if status.last_rebalance is None else status.last_rebalance
-        yield GaugeMetricFamily(
-            "gimbal_last_placement_decision_age_seconds",
-            "Time since a placement was last decided on, applied or not; since start before the first.",
-            now - decided,
-        )
-        yield GaugeMetricFamily(
-            "gimbal_last_rebalance_age_seconds",
-            "Time since a new placement was last complete; since start before the first.",
-            now - rebalanced,
+            "gimbal_compiles_after_warmup", "Compilations while serving: a bug.", status.compiles_after_warmup
         )
 
-
-def _gauges(name: str, text: str, values_S: Sequence[float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=["engine"])
-    for engine, value in enumerate(values_S):
-        family.add_metric([str(engine)], value)
-    return family
-
-
-def _per_engine(name: str, text: str, values_S: Sequence[float]) -> Iterator[Metric]:
-    yield _gauges(f"gimbal_engine_{name}", text, values_S)
-    yield GaugeMetricFamily(f"gimbal_{name}", f"{text} All engines.", sum(values_S))
-
-
-def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+    def _dispatch(self) -> Iterator[Metric]:
+        dispatcher = self._frontend.dispatcher
+        yield counters("gimbal_dispatches", "Dispatch decisions by rule.", "rule", dict(self._frontend.counters.rules))
+        yield from engine_gauges(
+            "dispatch_compensation_tokens",
+            "Prefill tokens sent to an engine that its trace does not show yet.",
+            dispatcher.compensation_S,
+        )
+        scores = GaugeMetricFamily(
+            "gimbal_engine_dispatch_score",
+            "Summands of the engines' scores in the last decision, where its rule compared any.",
+            labels=["engine", "term"],
+        )
+        for term, values_S in (dispatcher.recent[-1].decision.terms if dispatcher.recent else {}).items():
+            for engine, value in by_engine(values_S).items():
+                scores.add_metric([engine, term], value)
+        yield scores

@@ -12,10 +12,11 @@ import numpy as np
 
 from gimbal_jax.config import ModelConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
-from gimbal_jax.scheduler.placement import Proposal, propose
+from gimbal_jax.scheduler.objective import placement_cost_L
+from gimbal_jax.scheduler.placement import Proposal, policy_weights, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share, smooth_windows
-from gimbal_jax.serving.runner import Runner
-from gimbal_jax.serving.status import Outcome, PlacementRecord
+from gimbal_jax.serving.runner import DevicesLost, Runner
+from gimbal_jax.serving.status import Outcome, PlacementRecord, PlacementTotals
 
 Propose = Callable[[np.ndarray, np.ndarray, int, PlacementConfig], Proposal]
 """A placement policy: (counts_LSE, slot_of_expert_LE in force, ranks, settings) to a proposal, as ``propose``."""
@@ -32,13 +33,42 @@ class _Decision:
     rounds: list[tuple[int, Round]]
     """(MoE layer, round) in the order to run them."""
     seconds: float
+    achieved_gain: float | None
+    """Of the placement in force, where it was still to be judged."""
 
 
-def _decide(policy: Propose, counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> _Decision:
+def _decide(
+    policy: Propose,
+    counts_LSE: np.ndarray,
+    slot_of_expert_LE: np.ndarray,
+    config: ServerConfig,
+    window_LSE: np.ndarray,
+    left_slot_LE: np.ndarray | None,
+) -> _Decision:
+    """``left_slot_LE`` was left for the placement in force, which ``window_LSE`` is the first to judge."""
     began = time.perf_counter()
     proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh.ranks, config.placement)
     rounds = _rounds(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
-    return _Decision(proposal, rounds, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    gain = None if left_slot_LE is None else gain_of(window_LSE, slot_of_expert_LE, left_slot_LE, config)
+    return _Decision(proposal, rounds, seconds, gain)
+
+
+def gain_of(
+    counts_LSE: np.ndarray, new_slot_LE: np.ndarray, old_slot_LE: np.ndarray, config: ServerConfig
+) -> float | None:
+    """Share of the objective that going from the old placement to the new one saves on this traffic, moves included.
+
+    None where staying costs nothing, as without traffic.
+    """
+    ranks, weights = config.mesh.ranks, policy_weights(config.placement)
+    before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, ranks, weights).mean())
+    after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, ranks, weights).mean())
+    return _share_saved(before, after)
+
+
+def _share_saved(before: float, after: float) -> float | None:
+    return 1 - after / before if before > 0 else None
 
 
 def _rounds(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, config: ServerConfig) -> list[tuple[int, Round]]:
@@ -93,6 +123,7 @@ class Rebalancer:
         self.window_LSE = np.zeros(shape, np.int64)
         """Traffic of the last closed window."""
         self.records: deque[PlacementRecord] = deque(maxlen=RECORDS)
+        self.totals = PlacementTotals()
         self.experts_moved = 0
         self.bytes_moved = 0
         self.last_rebalance: float | None = None
@@ -103,6 +134,8 @@ class Rebalancer:
         self._asked = False
         self._decision: Future[_Decision] | None = None
         self._rounds: deque[tuple[int, Round]] = deque()
+        self._left_LE: np.ndarray | None = None
+        """The placement that the last one applied came from, until a window has judged that."""
 
     def stepped(self) -> None:
         """A step has run."""
@@ -115,7 +148,9 @@ class Rebalancer:
     def tick(self, now: float, step: int) -> None:
         """Between two steps: move some experts, take in a decision, close the window."""
         if self._rounds:
+            began = time.perf_counter()
             self._move(now)
+            self._add(migration_seconds=time.perf_counter() - began)
         elif self._decision is not None:
             if self._decision.done():
                 self._take_decision(now, step)
@@ -155,19 +190,28 @@ class Rebalancer:
         self._open_LSE = np.zeros_like(self.window_LSE)
         self._open_steps, self._asked = 0, False
         self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
-        self._decision = self._executor.submit(_decide, self._policy, self._smoothed_LSE, slots_LE, self._config)
+        self._decision = self._executor.submit(
+            _decide, self._policy, self._smoothed_LSE, slots_LE, self._config, self.window_LSE, self._left_LE
+        )
 
     def _take_decision(self, now: float, step: int) -> None:
         assert self._decision is not None
         future, self._decision = self._decision, None
         if error := future.exception():
             self.records.append(self._record(now, step, "failed", f"decision failed: {error}"))
+            self._add(failed_decisions=1)
             return
         decision = future.result()
+        self._add(kept=int(not decision.rounds), decision_seconds=decision.seconds)
+        if decision.achieved_gain is not None:
+            self.totals = replace(self.totals, achieved_gain=decision.achieved_gain)
+            self._left_LE = None
         outcome: Outcome = "migrating" if decision.rounds else "kept"
         record = self._record(now, step, outcome, decision.proposal.reason, decision.proposal)
         self.records.append(replace(record, seconds=decision.seconds))
         self._rounds.extend(decision.rounds)
+        if decision.rounds:
+            self._left_LE = self._runner.slot_of_expert_LE
 
     def _move(self, now: float) -> None:
         """Run rounds up to the byte budget of a tick, and at least one."""
@@ -176,10 +220,14 @@ class Rebalancer:
             layer, moves = self._rounds.popleft()
             try:
                 self._runner.migrate(layer, moves)
-            except (ValueError, RuntimeError) as error:
+            except DevicesLost:
+                raise
+            except Exception as error:
                 # The table of the last complete round stays in force, and it is consistent.
                 self._rounds.clear()
                 self.records[-1] = replace(self.records[-1], outcome="failed", reason=f"migration failed: {error}")
+                self._add(failed_migrations=1)
+                self._left_LE = None
                 return
             round_bytes = len(moves.src_slot) * self._runner.expert_bytes
             moved_bytes += round_bytes
@@ -188,6 +236,12 @@ class Rebalancer:
             self.records[-1] = replace(self.records[-1], outcome="applied")
             self.experts_moved += self.records[-1].experts_moved
             self.last_rebalance = now
+            predicted = _share_saved(self.records[-1].cost_before, self.records[-1].cost_after)
+            self._add(applied=1)
+            self.totals = replace(self.totals, predicted_gain=predicted, achieved_gain=None)
+
+    def _add(self, **more: float) -> None:
+        self.totals = replace(self.totals, **{name: getattr(self.totals, name) + value for name, value in more.items()})
 
     def _record(
         self, now: float, step: int, outcome: Outcome, reason: str, proposal: Proposal | None = None

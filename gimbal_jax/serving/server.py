@@ -11,14 +11,23 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.central_queue import CentralQueue
+from gimbal_jax.serving.central_queue import CentralQueue, not_taken_in
 from gimbal_jax.serving.counts_dump import CountsDump
 from gimbal_jax.serving.engine import Engine
 from gimbal_jax.serving.frontend import NotServing, QueueFull
+from gimbal_jax.serving.histogram import Histogram
 from gimbal_jax.serving.rebalance import Propose, Rebalancer
-from gimbal_jax.serving.request import Output, Request
+from gimbal_jax.serving.request import Output, Request, reason_of
 from gimbal_jax.serving.runner import Runner
 from gimbal_jax.serving.status import State, Status
+
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Buckets for metrics; those of tokens are vLLM's of ``iteration_tokens_total``."""
+
+
+class Interrupted(Exception):
+    """The warm-up ends early, because the server is to stop."""
 
 
 class Server:
@@ -54,6 +63,7 @@ class Server:
         self._traces: tuple[Trace, ...] = ()
         self._published = -float("inf")
         self._step = 0
+        self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
         self._wake = threading.Condition()  # guards the four below
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
@@ -112,6 +122,11 @@ class Server:
             if self._state == "warming":
                 self._state = "serving"
 
+    def check_warming(self) -> None:
+        """For a long warm-up to call between its parts: raises Interrupted once the server is to stop."""
+        if self._state != "warming":
+            raise Interrupted
+
     def start(self, prepare: Callable[[], None] = lambda: None, on_end: Callable[[], None] = lambda: None) -> None:
         """Run the engine thread: first ``prepare`` (warm-up), then ticks while there is work, at last ``on_end``."""
         self._thread = threading.Thread(target=self._run, args=(prepare, on_end), name="engines", daemon=True)
@@ -137,13 +152,17 @@ class Server:
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
         with self._ticking:
-            self._drain_inbox()
-            news: list[Output] = []
-            if bound := self._central.bind(now):
+            news = self._drain_inbox()
+            bound, failed = self._central.bind(now)
+            news += failed
+            if bound:
                 self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
             if any(plan.chunks for plan in plans):
+                began = self._clock()
                 results = self._runner.step(plans)
+                self._step_seconds.observe(self._clock() - began)
+                self._step_tokens.observe(sum(plan.tokens for plan in plans))
                 for engine, plan, chosen in zip(self.engines, plans, results, strict=True):
                     news += engine.commit(plan, chosen)
                 self._step += 1
@@ -169,26 +188,36 @@ class Server:
                 window_counts_LSE=self.rebalancer.window_LSE.copy(),
                 total_counts_LSE=self.rebalancer.total_LSE.copy(),
                 tokens_computed_S=tuple(engine.tokens_computed for engine in self.engines),
+                prefill_tokens_S=tuple(engine.prefill_tokens for engine in self.engines),
                 free_pages_S=tuple(engine.free_pages for engine in self.engines),
-                preemptions=sum(engine.preemptions for engine in self.engines),
+                queue_head_S=tuple(engine.queue_head(self._clock()) for engine in self.engines),
+                preemptions_S=tuple(engine.preemptions for engine in self.engines),
                 placements=tuple(self.rebalancer.records),
+                placement_totals=self.rebalancer.totals,
                 experts_moved=self.rebalancer.experts_moved,
                 bytes_moved=self.rebalancer.bytes_moved,
                 last_rebalance=self.rebalancer.last_rebalance,
                 windows_written=self._dump.written if self._dump else 0,
                 windows_lost=self._dump.lost if self._dump else 0,
                 compiles_after_warmup=self._runner.compiles_after_warmup(),
+                step_seconds=self._step_seconds.record(),
+                step_tokens=self._step_tokens.record(),
             )
 
-    def _drain_inbox(self) -> None:
-        """Hand new requests to their engines, and end cancelled ones."""
+    def _drain_inbox(self) -> list[Output]:
+        """Hand new requests to their engines, and end cancelled ones; returns how those ended that none could take."""
         with self._wake:
             requests, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
+        failed = []
         for request in requests:
-            self._queues[self._queue_of(request)].add(request)
+            try:
+                self._queues[self._queue_of(request)].add(request)
+            except Exception as error:  # one request must not end the others
+                failed.append(not_taken_in(request, error))
         for request_id in cancelled:
             any(queue.cancel(request_id) for queue in self._queues)
+        return failed
 
     def _count_waiting(self) -> None:
         with self._wake:
@@ -219,8 +248,10 @@ class Server:
                     if not self._stopping and not self._has_work():
                         self._wake.wait(self.config.dispatch.trace_period_s)
             self._end("stopped", "the server has stopped")
+        except Interrupted:
+            self._end("stopped", "the server has stopped")
         except BaseException as error:
-            self._end("failed", f"{type(error).__name__}: {error}")
+            self._end("failed", reason_of(error))
             raise
         finally:
             on_end()

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.histogram import HistogramRecord
 
 Outcome = Literal["applied", "migrating", "kept", "failed"]
 State = Literal["warming", "serving", "draining", "stopped", "failed"]
@@ -36,6 +37,40 @@ class PlacementRecord:
 
 
 @dataclass(frozen=True)
+class PlacementTotals:
+    """The placement loop since start. Gains are shares of the objective that a placement saves, its moves included."""
+
+    kept: int = 0
+    """Decisions that moved nothing."""
+    applied: int = 0
+    """Decisions whose moves are complete."""
+    failed_decisions: int = 0
+    failed_migrations: int = 0
+    decision_seconds: float = 0.0
+    """Time that decisions took, beside the engine thread."""
+    migration_seconds: float = 0.0
+    """Time that the engine thread spent on moves."""
+    predicted_gain: float | None = None
+    """Of the last placement applied, on the traffic that it was decided by; None before the first."""
+    achieved_gain: float | None = None
+    """The same on the first window that closed since, traffic that the decision had not seen; None until it has.
+
+    Below 0 the moves cost more than they saved. Counts are by logical expert, so that
+    both placements can be priced on one window, whichever was in force."""
+
+
+@dataclass(frozen=True)
+class QueueHead:
+    """The waiting request that an engine would run first."""
+
+    request_id: str
+    waited_s: float
+    """Since its arrival, preemptions included."""
+    prefill_tokens: int
+    """Tokens that it has to compute before its next one."""
+
+
+@dataclass(frozen=True)
 class Status:
     """The server at one moment. Arrays are copies; axes: L MoE layers, S sources, E experts."""
 
@@ -50,10 +85,15 @@ class Status:
     """Traffic since start, open window included."""
     tokens_computed_S: tuple[int, ...]
     """Tokens that went through the model, per source; total_counts = tokens * k per layer."""
+    prefill_tokens_S: tuple[int, ...]
+    """Those of them that were prefill."""
     free_pages_S: tuple[int, ...]
-    preemptions: int
+    queue_head_S: tuple[QueueHead | None, ...]
+    """None where nothing waits."""
+    preemptions_S: tuple[int, ...]
     placements: tuple[PlacementRecord, ...]
     """The last decisions, oldest first."""
+    placement_totals: PlacementTotals
     experts_moved: int
     bytes_moved: int
     last_rebalance: float | None
@@ -62,3 +102,12 @@ class Status:
     windows_lost: int
     """Closed windows that went to files, and those that could not; 0 where no windows are dumped."""
     compiles_after_warmup: int
+    step_seconds: HistogramRecord
+    """Steps by the time that the runner took for them."""
+    step_tokens: HistogramRecord
+    """Steps by the tokens of all engines in them."""
+
+    @property
+    def preemptions(self) -> int:
+        """Of all engines."""
+        return sum(self.preemptions_S)

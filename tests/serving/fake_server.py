@@ -13,14 +13,23 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gimbal_jax.config import DispatchConfig, EngineConfig, MeshConfig, ModelConfig, QueueConfig, ServerConfig
+from gimbal_jax.config import (
+    DispatchConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelConfig,
+    NetworkConfig,
+    QueueConfig,
+    ServerConfig,
+)
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.grpc_server import serve
+from gimbal_jax.serving.histogram import HistogramRecord
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.status import PlacementRecord, State, Status
+from gimbal_jax.serving.status import PlacementRecord, PlacementTotals, QueueHead, State, Status
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -140,15 +149,20 @@ class FakeCore:
             window_counts_LSE=counts_LSE,
             total_counts_LSE=counts_LSE * 10,
             tokens_computed_S=(11, 12),
+            prefill_tokens_S=(5, 6),
             free_pages_S=(30, 31),
-            preemptions=1,
+            queue_head_S=(None, QueueHead("a/0", 1.5, 40)),
+            preemptions_S=(1, 0),
             placements=(PLACEMENT,),
+            placement_totals=PlacementTotals(applied=1, predicted_gain=0.2),
             experts_moved=3,
             bytes_moved=4096,
             last_rebalance=self.last_rebalance,
             windows_written=5,
             windows_lost=2,
             compiles_after_warmup=0,
+            step_seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
+            step_tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
         )
 
     def step(self):
@@ -171,7 +185,12 @@ class FakeCore:
         reason: FinishReason | None = "length" if len(tokens) == request.sampling.max_tokens else None
         top = tuple(range(20)), tuple(-float(rank) for rank in range(20))
         logprobs = (TokenLogprobs(-0.5, *top),) if request.sampling.logprobs is not None else ()
-        return Output(request.id, (token,), logprobs, reason)
+        output = Output(request.id, (token,), logprobs, reason)
+        if len(tokens) == 1:
+            output.started = request.arrival + 0.25
+            if request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = tuple(TokenLogprobs(-float(i), *top) for i in range(1, len(request.prompt)))
+        return output
 
     def _run(self):
         while not self._stopped.wait(0.001):
@@ -184,11 +203,11 @@ def _ended(outputs):
 
 
 @contextlib.asynccontextmanager
-async def running_server(core, files=NO_FILES, **options):
+async def running_server(core, files=NO_FILES, network=NetworkConfig(port=0), **options):  # noqa: B008 frozen
     """A client of a server on a free port, the port, the stop event and the serving task."""
     stop = asyncio.Event()
     started = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(core, files, "127.0.0.1", 0, stop, started=started.set_result, **options))
+    task = asyncio.create_task(serve(core, files, network, stop, started=started.set_result, **options))
     await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task

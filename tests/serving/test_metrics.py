@@ -1,40 +1,44 @@
+"""What a scrape says: of a fake core field by field, and of a real server against naive recounts."""
+
 import asyncio
-import urllib.request
+import math
+import shutil
+import subprocess
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
+from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.metrics import serve_metrics
-from gimbal_jax.serving.request import SamplingParams
-from tests.serving.fake_server import FakeCore, running_server, trace
+from gimbal_jax.serving.metrics import STATES, metrics_registry
+from gimbal_jax.serving.request_metrics import RequestHistograms
+from tests.serving.fake_server import FakeCore, trace
+from tests.serving.scrapes import busy_scrapes, samples, scraped
+from tests.serving.ticked_server import new_server
 
 
-def scrape(port):
-    """Samples by (name, value of the only label or None)."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        text = response.read().decode()
-    return {
-        (sample.name, next(iter(sample.labels.values()), None)): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def served(core, *, now=100.0, use=None):
-    """One scrape of a frontend whose clock stands at ``now``, after ``use(frontend)``."""
+def registry_of(core, *, now=100.0, use=None):
+    """Of a frontend that was made at time 0 and whose clock stands at ``now``, after ``use(frontend)``."""
 
     async def main():
-        async with asyncio.timeout(10):
-            times = iter([0.0])  # the server's start; then it is now
-            frontend = Frontend(core, lambda: next(times, now))
-            with serve_metrics(core, frontend, 0) as port:
-                if use is not None:
-                    await use(frontend)
-                return await asyncio.to_thread(scrape, port)
+        times = iter([0.0])
+        frontend = Frontend(core, lambda: next(times, now))
+        registry = metrics_registry(frontend, RequestHistograms(core.config))
+        if use is not None:
+            use(frontend)
+        return registry
 
     return asyncio.run(main())
+
+
+def scrape(core, **options):
+    return samples(generate_latest(registry_of(core, **options)).decode())
+
+
+# -- a fake core, field by field ----------------------------------------------
 
 
 def test_engines_and_their_aggregate():
@@ -44,82 +48,164 @@ def test_engines_and_their_aggregate():
         trace(1, at=95.0, running=3, prefill=2),
     )
     core.central_queue = 4
-    samples = served(core)
-    assert samples["gimbal_central_queue_requests", None] == 4
-    assert [samples["gimbal_engine_running_requests", engine] for engine in "01"] == [2, 3]
-    assert samples["gimbal_running_requests", None] == 5
-    assert samples["gimbal_waiting_requests", None] == 1
-    assert samples["gimbal_prefill_tokens", None] == 42
-    assert samples["gimbal_engine_kv_tokens", "1"] == 30
-    assert samples["gimbal_kv_tokens", None] == 50
-    assert samples["gimbal_waiting_tokens", None] == 42
-    assert samples["gimbal_expert_pressure", None] == 3
-    assert [samples["gimbal_engine_kv_use", engine] for engine in "01"] == [0.5, 0.25]
-    assert samples["gimbal_oldest_trace_age_seconds", None] == 10
-    assert [samples["gimbal_engine_free_pages", engine] for engine in "01"] == [30, 31]
-    assert samples["gimbal_free_pages", None] == 61
-    assert samples["gimbal_engine_computed_tokens_total", "1"] == 12
-    assert samples["gimbal_computed_tokens_total", None] == 23
+    found = scrape(core)
+
+    def both(name):
+        return [found[f"gimbal_engine_{name}", engine] for engine in "01"], found[f"gimbal_{name}",]
+
+    assert both("num_requests_running") == ([2, 3], 5)
+    assert both("num_requests_waiting") == ([1, 0], 5)  # four more have no engine yet
+    assert found["gimbal_central_queue_requests",] == 4
+    assert both("prefill_tokens") == ([40, 2], 42)
+    assert both("kv_tokens") == ([20, 30], 50)
+    assert both("waiting_tokens") == ([40, 2], 42)
+    assert both("expert_pressure") == ([1, 2], 3)
+    assert both("trace_age_seconds") == ([10, 5], 10)
+    assert both("free_pages") == ([30, 31], 61)
+    assert both("kv_cache_usage_perc") == ([2 / 32, 1 / 32], pytest.approx(3 / 64))
+    assert both("num_preemptions_total") == ([1, 0], 1)
+    assert both("computed_tokens_total") == ([11, 12], 23)
+    assert both("prefill_tokens_computed_total") == ([5, 6], 11)
 
 
-def test_the_loop():
-    core = FakeCore(state="draining")
-    samples = served(core)
-    status = core.status()
-    traffic = status.window_counts_LSE, status.slot_of_expert_LE, 4
-    assert samples["gimbal_rank_imbalance", None] == pytest.approx(imbalance_L(*traffic).mean())
-    assert samples["gimbal_remote_share", None] == pytest.approx(remote_share(*traffic))
-    assert (samples["gimbal_state", "draining"], samples["gimbal_state", "serving"]) == (1, 0)
-    assert samples["gimbal_steps_total", None] == 7
-    assert samples["gimbal_preemptions_total", None] == 1
-    assert samples["gimbal_experts_moved_total", None] == 3
-    assert samples["gimbal_moved_bytes_total", None] == 4096
-    assert samples["gimbal_compiles_after_warmup_total", None] == 0
-    assert samples["gimbal_windows_written_total", None] == 5
-    assert samples["gimbal_windows_lost_total", None] == 2
-    assert samples["gimbal_last_placement_decision_age_seconds", None] == 99
+def test_steps():
+    found = scrape(FakeCore())
+    assert found["gimbal_steps_total",] == 7
+    assert [found["gimbal_step_seconds_bucket", bound] for bound in ("0.01", "0.1", "+Inf")] == [4, 6, 7]
+    assert (found["gimbal_step_seconds_count",], found["gimbal_step_seconds_sum",]) == (7, 0.5)
+    assert found["gimbal_step_tokens_sum",] == 23
+    assert found["gimbal_compiles_after_warmup_total",] == 0
 
 
-def test_age_of_the_last_rebalance_runs_from_the_start_until_there_is_one():
+@pytest.mark.parametrize("state", STATES)
+def test_every_state_can_be_scraped_and_is_told(state):
+    found = scrape(FakeCore(state=state))
+    assert {name[1] for name, value in found.items() if name[0] == "gimbal_state" and value} == {state}
+    assert not any(math.isnan(value) for value in found.values())
+
+
+def test_an_engine_that_never_said_anything_is_idle_and_infinitely_old():
     core = FakeCore()
-    assert served(core)["gimbal_last_rebalance_age_seconds", None] == 100
-    core.last_rebalance = 70.0
-    assert served(core)["gimbal_last_rebalance_age_seconds", None] == 30
+    core.traces = (trace(1, at=99.0, running=3),)
+    found = scrape(core)
+    assert [found["gimbal_engine_num_requests_running", engine] for engine in "01"] == [0, 3]
+    assert [found["gimbal_engine_trace_age_seconds", engine] for engine in "01"] == [math.inf, 1]
+    assert found["gimbal_trace_age_seconds",] == math.inf
 
 
-def test_silent_engines_are_infinitely_old():
-    assert served(FakeCore())["gimbal_oldest_trace_age_seconds", None] == float("inf")
+def test_compensation_and_the_last_decision():
+    def use(frontend):
+        frontend.dispatcher.dispatch("a", 10, 0.0, engine=1)
+        frontend.dispatcher.dispatch("b", 5, 0.0, engine=1)
+        frontend.dispatcher.record(
+            "c", 0.0, Decision(0, "fewer_of_two", {"in_flight": (1, 2), "4 * x": (0.5, math.inf)})
+        )
+
+    found = scrape(FakeCore(), use=use)
+    assert [found["gimbal_engine_dispatch_compensation_tokens", engine] for engine in "01"] == [0, 15]
+    assert found["gimbal_dispatch_compensation_tokens",] == 15
+    assert [found["gimbal_engine_dispatch_score", engine, "in_flight"] for engine in "01"] == [1, 2]
+    assert found["gimbal_engine_dispatch_score", "1", "4 * x"] == math.inf
 
 
-def test_requests_are_counted():
-    async def use(frontend):
-        for id in ("a", "b"):
-            async for _ in frontend.generate(id, (1, 2), SamplingParams(max_tokens=3), engine=0):
-                pass
+def test_refused_requests_are_none_that_ended():
+    def use(frontend):
+        frontend.counters.outcomes.update({"stop": 2, "refused": 3})
 
-    with FakeCore() as core:
-        samples = served(core, use=use)
-    assert samples["gimbal_requests_total", "length"] == 2
-    assert samples["gimbal_dispatches_total", "pinned"] == 2
-    assert samples["gimbal_prompt_tokens_total", None] == 4
-    assert samples["gimbal_generated_tokens_total", None] == 6
-    assert samples["gimbal_time_to_first_token_seconds_count", None] == 2
-    assert samples["gimbal_active_requests", None] == 0
+    found = scrape(FakeCore(), use=use)
+    assert found["gimbal_requests_refused_total",] == 3
+    assert found["gimbal_request_success_total", "stop"] == 2
+    assert found["gimbal_request_success_total", "abort"] == 0
+    assert ("gimbal_request_success_total", "refused") not in found
 
 
-def test_server_serves_metrics_until_it_stops():
-    async def main(port):
-        async with asyncio.timeout(10):
-            async with running_server(FakeCore(), metrics_port=port):
-                assert (await asyncio.to_thread(scrape, port))["gimbal_state", "serving"] == 1
-            with pytest.raises(OSError):
-                await asyncio.to_thread(scrape, port)
+# -- a real server ------------------------------------------------------------
 
-    core = FakeCore()
 
-    async def free_port():
-        frontend = Frontend(core, lambda: 0.0)
-        with serve_metrics(core, frontend, 0) as port:
-            return port
+def test_counts_of_a_real_server():
+    server, found = busy_scrapes()
+    prompts = sum(record.prompt_tokens for record in server.records)
+    assert len(server.records) == 30
+    assert found["gimbal_prompt_tokens_total",] == found["gimbal_prefill_tokens_computed_total",] == prompts
+    assert found["gimbal_generation_tokens_total",] == len(server.tokens)
+    assert sum(value for name, value in found.items() if name[0] == "gimbal_request_success_total") == 30
+    assert sum(value for name, value in found.items() if name[0] == "gimbal_dispatches_total") == 30
+    assert found["gimbal_step_tokens_sum",] == found["gimbal_computed_tokens_total",]
+    assert (
+        found["gimbal_step_tokens_count",] == found["gimbal_step_seconds_count",] == found["gimbal_steps_total",] > 10
+    )
+    assert found["gimbal_active_requests",] == found["gimbal_num_requests_running",] == 0
 
-    asyncio.run(main(asyncio.run(free_port())))
+
+def test_running_requests_are_seen_while_they_run():
+    server, _ = busy_scrapes()
+    running = [samples(text)["gimbal_num_requests_running",] for text in server.texts]
+    assert 0 < max(running) <= 5
+
+
+def test_counters_never_fall():
+    server, _ = busy_scrapes()
+    before: dict[tuple, float] = {}
+    for text in server.texts:
+        counters: dict[tuple, float] = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            if family.type in ("counter", "histogram") and family.name.startswith("gimbal_")
+            for sample in family.samples
+        }
+        assert before.keys() <= counters.keys()
+        assert all(counters[name] >= value for name, value in before.items())
+        before = counters
+    assert len(server.texts) > 20
+
+
+def test_promtool_has_nothing_to_complain_about():
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed")
+    server, _ = busy_scrapes()
+    for text in (server.texts[0], server.texts[-1]):
+        done = subprocess.run([promtool, "check", "metrics"], input=text, text=True, capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_openmetrics_says_the_same():
+    registry = registry_of(FakeCore())
+    plain = samples(generate_latest(registry).decode())
+    families = parse_openmetrics(generate_openmetrics(registry).decode())
+    found = {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert {name: value for name, value in found.items() if name[0].startswith("gimbal_")} == {
+        name: value for name, value in plain.items() if name[0].startswith("gimbal_")
+    }
+
+
+def test_a_server_that_warms_up_or_has_stopped_is_scraped():
+    async def main():
+        with new_server() as (server, _, _):
+            frontend = Frontend(server, lambda: 0.0)
+            registry = metrics_registry(frontend, RequestHistograms(server.config))
+            warming = generate_latest(registry).decode()
+            server.start()
+            server.stop()
+            return warming, generate_latest(registry).decode()
+
+    warming, stopped = asyncio.run(main())
+    assert samples(warming)["gimbal_state", "warming"] == samples(stopped)["gimbal_state", "stopped"] == 1
+    assert "NaN" not in warming + stopped
+
+
+def test_a_server_whose_devices_are_gone_is_scraped():
+    async def main():
+        with scraped() as server:
+            server.runner.steps_left = 2  # then the runner's counters are gone too
+            with pytest.raises(RuntimeError, match="device lost"):
+                await server.run(server.request("a", (1, 2, 3), 9))
+            server.server._end("failed", "device lost")
+            return server.scrape()
+
+    found = asyncio.run(main())
+    assert found["gimbal_state", "failed"] == 1
+    assert found["gimbal_steps_total",] == 2

@@ -3,14 +3,17 @@
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from gimbal_jax.config import DispatchConfig, MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.scheduler.objective import placement_cost_L
 from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
 from gimbal_jax.serving import rebalance
 from gimbal_jax.serving.rebalance import ClosedWindow, Rebalancer, move_to
+from gimbal_jax.serving.runner import DevicesLost
 from tests.serving.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL as FAKE_MODEL
 
@@ -224,6 +227,36 @@ def test_failed_migration_keeps_the_last_complete_round():
     assert [record.outcome for record in rebalancer.records] == ["failed", "applied"]
 
 
+@pytest.mark.parametrize("error", [TypeError("a bug"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), MemoryError()])
+def test_whatever_a_migration_raises_before_it_changes_anything_is_survived(error):
+    def fail(layer, moves):
+        raise error
+
+    rebalancer, runner = loop(policy="eplb")
+    migrate, before_LE = runner.migrate, runner.slot_of_expert_LE
+    runner.migrate = fail
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    assert rebalancer.records[-1].outcome == "failed"
+    assert np.array_equal(runner.slot_of_expert_LE, before_LE)
+    runner.migrate = migrate
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 3)
+    assert rebalancer.records[-1].outcome == "applied"
+
+
+def test_lost_weights_are_not_served_on():
+    def fail(layer, moves):
+        raise DevicesLost("gone")
+
+    rebalancer, runner = loop(policy="eplb")
+    runner.migrate = fail
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 1)
+    with pytest.raises(DevicesLost):
+        ticks(rebalancer, 1)
+
+
 def test_failed_decision_keeps_the_placement_and_the_loop_alive():
     calls = iter(range(2))
     rebalancer, runner = loop(policy_function=lambda *arguments: propose(*arguments) if next(calls) else 1 // 0)
@@ -316,3 +349,94 @@ def test_pressure_follows_the_placement_in_force():
     steps(rebalancer, runner, 1)
     expected_S = expert_pressure_S(SKEWED_LSE, runner.slot_of_expert_LE, RANKS, 1, MODEL.experts_per_token)
     assert np.allclose(rebalancer.pressure_S(), expected_S)
+
+
+# -- totals -------------------------------------------------------------------
+
+
+def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
+    rebalancer, runner = loop(policy="eplb")
+    before_LE = runner.slot_of_expert_LE
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 1)
+    record = rebalancer.records[-1]
+    predicted = 1 - record.cost_after / record.cost_before
+    assert rebalancer.totals.predicted_gain is None
+    ticks(rebalancer, 1)
+    assert rebalancer.totals.predicted_gain == predicted > 0
+    assert rebalancer.totals.achieved_gain is None
+
+    after_LE, other_LSE = runner.slot_of_expert_LE, SKEWED_LSE[:, ::-1] + 7
+    steps(rebalancer, runner, 3, other_LSE)
+    ticks(rebalancer, 1)
+    costs = [
+        placement_cost_L(other_LSE, slots_LE, before_LE, RANKS, rebalancer._config.placement).mean()
+        for slots_LE in (before_LE, after_LE)
+    ]
+    assert rebalancer.totals.achieved_gain == pytest.approx(1 - costs[1] / costs[0])
+    assert rebalancer.totals.achieved_gain != pytest.approx(predicted)
+
+
+def test_the_same_traffic_again_gives_what_was_foretold():
+    rebalancer, runner = loop(smoothing=0.0)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    assert runner.migrated
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 1)
+    assert rebalancer.totals.achieved_gain == pytest.approx(rebalancer.totals.predicted_gain)
+
+
+def test_each_applied_placement_is_judged_anew():
+    def swap(counts_LSE, slot_of_expert_LE, ranks, config):
+        new_slot_LE = slot_of_expert_LE.copy()
+        new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
+        return Proposal(new_slot_LE, 1.0, 0.5, 2 * LAYERS, True, "because")
+
+    rebalancer, runner = loop(policy_function=swap)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 1)
+    first = rebalancer.totals.achieved_gain
+    ticks(rebalancer, 1)
+    assert (rebalancer.totals.applied, rebalancer.totals.achieved_gain) == (2, None)
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 1)
+    second = rebalancer.totals.achieved_gain
+    assert first is not None and second is not None and first * second < 0  # there, and back again
+
+
+def test_a_window_without_traffic_judges_nothing():
+    rebalancer, runner = loop(policy="eplb")
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    for _ in range(2):
+        rebalancer.ask()
+        ticks(rebalancer, 2)
+    assert rebalancer.totals.achieved_gain is None
+    steps(rebalancer, runner, 3)
+    ticks(rebalancer, 2)
+    assert rebalancer.totals.achieved_gain == pytest.approx(rebalancer.totals.predicted_gain)
+
+
+def test_every_decision_is_counted_once():
+    outcomes = iter(["fail", "move", "move", "keep"])
+
+    def scripted(counts_LSE, slot_of_expert_LE, ranks, config):
+        outcome = next(outcomes)
+        if outcome == "fail":
+            raise ValueError("no")
+        new_slot_LE = slot_of_expert_LE.copy()
+        new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
+        return Proposal(new_slot_LE, 1.0, 0.5, 2 * LAYERS, outcome == "move", outcome)
+
+    rebalancer, runner = loop(policy_function=scripted)
+    runner.migrations_left = LAYERS + 1  # the second migration fails in its second round
+    for _ in range(4):
+        steps(rebalancer, runner, 3)
+        ticks(rebalancer, 3)
+    totals = rebalancer.totals
+    assert (totals.kept, totals.applied, totals.failed_decisions, totals.failed_migrations) == (1, 1, 1, 1)
+    assert totals.decision_seconds > 0 and totals.migration_seconds > 0
+    assert totals.predicted_gain == 0.5
