@@ -125,6 +125,7 @@ class SafetensorsFolder:
     """The tensors of a folder: ``model.safetensors``, or shards with an index."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         index = folder / "model.safetensors.index.json"
         listed = _weight_map(index) if index.exists() else {}
         files = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
@@ -136,6 +137,8 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{folder}: {name} is missing") from error
             except SafetensorError as error:
                 raise CheckpointError(f"{folder / name} is damaged or truncated: {error}") from error
+            except OSError as error:  # its text names no file
+                raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
         if lost := sorted(set(listed) - set(self._file_of)):
             raise CheckpointError(f"{folder}: tensors that the index lists are in no file: {_some(lost)}")
@@ -148,7 +151,7 @@ class SafetensorsFolder:
             if (stored := tensors[name].get_dtype()) not in FLOAT_TYPES:
                 wrong.append(f"{name} has type {stored}; only {sorted(FLOAT_TYPES)} are read")
         if wrong:
-            raise CheckpointError("; ".join(wrong[:10]))
+            raise CheckpointError(f"{self._folder}: " + "; ".join(wrong[:10]))
 
     def read(self, name: str, rows: slice) -> np.ndarray:
         """Rows of a tensor."""
@@ -244,9 +247,12 @@ def _to_devices(read: Callable[[Index], np.ndarray], target: jax.ShapeDtypeStruc
 def _weight_map(index: Path) -> dict[str, str]:
     """File of each tensor."""
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of tensors: {error!r}") from error
+    if wrong := [name for name, file in files.items() if not isinstance(file, str) or Path(file).name != file]:
+        raise CheckpointError(f"{index} names no file of its folder for: {_some(wrong)}")
+    return files
 
 
 def _some(names: list[str]) -> str:

@@ -157,9 +157,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError([f"{path.name} is not JSON: {error}"]) from error
+        raise ConfigError([f"{path} is not JSON: {error}"]) from error
     if not isinstance(value, dict):
-        raise ConfigError([f"{path.name} holds a {type(value).__name__}; want a JSON object"])
+        raise ConfigError([f"{path} holds a {type(value).__name__}; want a JSON object"])
     return value
 
 

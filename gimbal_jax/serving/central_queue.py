@@ -12,7 +12,7 @@ from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.late import Unbound, bind_in_order
 from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 from gimbal_jax.serving.engine import Engine
-from gimbal_jax.serving.request import FinishReason, Output, Request
+from gimbal_jax.serving.request import FinishReason, Output, Request, reason_of
 
 
 @dataclass(eq=False, slots=True)
@@ -53,23 +53,28 @@ class CentralQueue:
         self._waiting.clear()
         return left
 
-    def bind(self, now: float) -> list[tuple[str, Decision]]:
+    def bind(self, now: float) -> tuple[list[tuple[str, Decision]], list[Output]]:
         """Give the engines what their steps have room for; they must be scheduled next, at the same ``now``.
 
-        Returns the ids of the requests whose engine was not the user's choice, with the decisions.
+        Returns the ids of the requests whose engine was not the user's choice, with the decisions, and how those
+        ended that their engine could not take in.
         """
         rooms_S = [engine.room() for engine in self._engines] if self._waiting else []
         if not any(room.free_rows for room in rooms_S):
-            return []
+            return [], []
         prefill_tokens = self._prefill_tokens
         in_order = self._in_order(prefill_tokens, now)
         bound = bind_in_order(in_order, rooms_S, self._config, self._queue, self._turn, now)
+        failed = []
         for unbound, decision in bound:
             assert decision.engine is not None
             waiting = self._waiting.pop(unbound.id)
-            self._engines[decision.engine].add(waiting.request, prefill_tokens - waiting.joined)
+            try:
+                self._engines[decision.engine].add(waiting.request, prefill_tokens - waiting.joined)
+            except Exception as error:  # one request must not end the others
+                failed.append(not_taken_in(waiting.request, error))
             self._turn = (decision.engine + 1) % len(self._engines)
-        return [(unbound.id, decision) for unbound, decision in bound if unbound.engine is None]
+        return [(unbound.id, decision) for unbound, decision in bound if unbound.engine is None], failed
 
     def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], Unbound]]:
         """The requests with their sort keys, smallest first: sorted only as far as they are wanted."""
@@ -90,6 +95,12 @@ class CentralQueue:
     @property
     def _prefill_tokens(self) -> int:
         return sum(engine.prefill_tokens for engine in self._engines)
+
+
+def not_taken_in(request: Request, error: Exception) -> Output:
+    """How a request ends that its engine could not take in, for instance because its grammar raised."""
+    reason = f"the request could not be taken in: {reason_of(error)}"
+    return Output(request.id, (), finish_reason="error", error=reason)
 
 
 def _job(one: _Waiting, prefill_tokens: int) -> Job:

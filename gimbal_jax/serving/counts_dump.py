@@ -1,4 +1,4 @@
-"""Closed windows to files, off the engine thread; what cannot be written is logged, counted and left out."""
+"""Closed windows to files, off the engine thread; what cannot be written is counted, left out and logged once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class CountsDump:
         self._thread = ThreadPoolExecutor(1, "counts")
         self._taken = self._left_out = 0  # written to by the engine thread
         self._written = self._failed = 0  # written to by the other
+        self._said_left_out = self._said_failed = False  # each by its own thread
 
     @property
     def written(self) -> int:
@@ -41,8 +42,11 @@ class CountsDump:
         """Have the window written soon; returns at once."""
         if self._taken - self._written - self._failed >= MAX_PENDING:
             self._left_out += 1
-            _log.warning("window at step %d left out: the disk is too slow", window.step)
+            if not self._said_left_out:
+                _log.warning("windows from step %d on are left out: the disk is too slow", window.step)
+                self._said_left_out = True
             return
+        self._said_left_out = False
         self._taken += 1
         self._thread.submit(self._write, window)
 
@@ -55,8 +59,13 @@ class CountsDump:
         path = self._folder / f"{self._name}-{window.step:09d}.npz"
         try:
             save_counts(path, window.counts_LSE, window.slot_of_expert_LE, meta)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, serving goes on
             self._failed += 1
-            _log.warning("window at step %d not written: %s", window.step, error)
+            if not self._said_failed:
+                _log.warning("windows from step %d on are lost: %s cannot be written: %s", window.step, path, error)
+                self._said_failed = True
         else:
             self._written += 1
+            if self._said_failed:
+                _log.warning("windows are written again from step %d on; %d were lost", window.step, self._failed)
+                self._said_failed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.inputs import StepInputs, StepOutputs
-from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, step
+from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.batch import bucket_for, results_of, stack, step_buckets
+from gimbal_jax.serving.batch import blank, bucket_for, results_of, stack, step_buckets
 from gimbal_jax.serving.plan import NextToken, Plan
-from gimbal_jax.serving.runner import Progress
+from gimbal_jax.serving.runner import DevicesLost, Progress
 
 
 class CompileCounter:
@@ -62,6 +63,7 @@ class DeviceRunner:
         self._slots = np.array(slot_of_expert_LE, np.int32)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device_slots = jax.device_put(self._slots, self._replicated)
+        self._blank = put_by_engine(blank(config.engine, model.vocab_size, config.mesh.dp), mesh)
         self._state: DeviceState = new_state(model, config.engine, dtype, mesh)
         gate_up, down = self._experts_of(0)
         self.expert_bytes = (gate_up.nbytes + down.nbytes) // model.num_experts
@@ -83,18 +85,25 @@ class DeviceRunner:
     def warm_up(self, progress: Progress = lambda done, total: None) -> None:
         """Compile all buckets, the migration and the counter reset, then run each once on nothing.
 
-        Each bucket is lowered here and compiled on a pool: XLA compiles outside the interpreter lock.
+        Each bucket is lowered here and compiled on a pool: XLA compiles outside the interpreter lock. What
+        ``progress`` raises ends the warm-up as soon as the programs that are being compiled are done.
         """
         empty = [Plan()] * self.config.mesh.dp
-        jobs = {b: stack(empty, self.config.engine, *b) for b in self.buckets}
+        jobs = {b: stack(empty, self.config.engine, *b, self._blank) for b in self.buckets}
         run = jax.jit(partial(step, self._graph, self._layout), donate_argnums=1)
         total = len(jobs) + 2
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            lowered = {b: run.lower(self._weights, self._state, self._device_slots, i) for b, i in jobs.items()}
-            compiled = {b: pool.submit(one.compile, COMPILER_OPTIONS) for b, one in lowered.items()}
+        pool = ThreadPoolExecutor(max_workers=4)
+        try:
+            compiled = {}
+            for bucket, inputs in jobs.items():
+                progress(0, total)
+                lowered = run.lower(self._weights, self._state, self._device_slots, inputs)
+                compiled[bucket] = pool.submit(lowered.compile, COMPILER_OPTIONS)
             for done, (bucket, future) in enumerate(compiled.items(), start=1):
                 self._steps[_shape_of(jobs[bucket])] = future.result()
                 progress(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
         nowhere = np.zeros(0, np.int32)
         table = exchange_table(nowhere, nowhere, *self._exchange_sizes)
         move = jax.jit(partial(move_experts, mesh=self.mesh), donate_argnums=0)
@@ -112,13 +121,17 @@ class DeviceRunner:
 
     def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
         rows, tiles = bucket_for(plans, self.buckets)
-        outputs = self._step(stack(plans, self.config.engine, rows, tiles))
+        outputs = self._step(stack(plans, self.config.engine, rows, tiles, self._blank))
         return [results_of(outputs, plan, s, self.config.engine, rows) for s, plan in enumerate(plans)]
 
     def _step(self, inputs: StepInputs) -> StepOutputs:
         run = self._steps[_shape_of(inputs)]
         outputs, self._state = run(self._weights, self._state, self._device_slots, inputs)
-        return jax.tree.map(np.asarray, outputs)
+        if not inputs.sampling.want_logprobs:
+            outputs = replace(outputs, logprobs=None)
+        if inputs.rare.want_targets is self._blank.want_targets:  # asking the device would take a copy
+            outputs = replace(outputs, prompt_logprobs=None)
+        return jax.device_get(outputs)
 
     def take_counts(self) -> np.ndarray:
         assert self._zero is not None, "warm_up comes first"
@@ -129,13 +142,21 @@ class DeviceRunner:
     def migrate(self, layer: int, moves: Round) -> None:
         assert self._move is not None, "warm_up comes first"
         table = exchange_table(moves.src_slot, moves.dst_slot, *self._exchange_sizes)
-        moved = self._move(self._experts_of(layer), *table)
+        slots = self._slots.copy()
+        slots[layer] = moves.slot_of_expert_E
+        device_slots = jax.device_put(slots, self._replicated)
+        experts = self._experts_of(layer)
+        try:
+            moved = self._move(experts, *table)
+        except Exception as error:
+            if any(array.is_deleted() for array in experts):
+                raise DevicesLost(f"the experts of MoE layer {layer} were lost while they moved: {error}") from error
+            raise
+        # From here on nothing can fail, so that weights and table change together.
         mlp = self._mlp(layer)
         for name, array in zip(("gate_up", "down"), moved, strict=True):
             mlp[name].set_value(array)
-        self._slots = self._slots.copy()
-        self._slots[layer] = moves.slot_of_expert_E
-        self._device_slots = jax.device_put(self._slots, self._replicated)
+        self._slots, self._device_slots = slots, device_slots
 
     def compiles_after_warmup(self) -> int:
         return 0 if self._compiled_at_warmup is None else self._compilations.count - self._compiled_at_warmup

@@ -102,3 +102,9 @@ class Output:
     started: float | None = field(default=None, compare=False)
     """With the first tokens: when its first step began, on the server's clock."""
     error: str = field(default="", compare=False)
+
+
+def reason_of(error: BaseException) -> str:
+    """What clients are told of an exception: its kind and its first line, which fits into a gRPC status."""
+    first_line, *_ = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {first_line[:300]}"

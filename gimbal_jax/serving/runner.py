@@ -14,6 +14,10 @@ Progress = Callable[[int, int], None]
 """Called with the number done and the number in all."""
 
 
+class DevicesLost(RuntimeError):
+    """The devices no longer hold what a step needs; only a new process can serve on."""
+
+
 class Runner(Protocol):
     """Real devices (``device_runner``) or simulated ones (``simulation.runner``). Used by the engine thread only."""
 
@@ -34,7 +38,10 @@ class Runner(Protocol):
         """Tokens routed since the last call, [L, S, E] int64."""
 
     def migrate(self, layer: int, moves: Round) -> None:
-        """Apply one round of moves to a MoE layer, weights and table together."""
+        """Apply one round of moves to a MoE layer, weights and table together.
+
+        Raises DevicesLost where weights are gone. Whatever else it raises, nothing has changed.
+        """
 
     def compiles_after_warmup(self) -> int:
         """Programs compiled since warm-up; more than 0 is a bug. 0 until warm-up is over."""

@@ -127,7 +127,7 @@ class Server:
         if self._state != "warming":
             raise Interrupted
 
-    def start(self, prepare: Callable[[], None] = lambda: None, on_end: Callable[[], None] = lambda: None) -> None:
+    def start(self, prepare: Callable[[], None] = lambda: None, on_end: Callable[[], object] = lambda: None) -> None:
         """Run the engine thread: first ``prepare`` (warm-up), then ticks while there is work, at last ``on_end``."""
         self._thread = threading.Thread(target=self._run, args=(prepare, on_end), name="engines", daemon=True)
         self._thread.start()
@@ -238,7 +238,7 @@ class Server:
         )
         self._published = now
 
-    def _run(self, prepare: Callable[[], None], on_end: Callable[[], None]) -> None:
+    def _run(self, prepare: Callable[[], None], on_end: Callable[[], object]) -> None:
         try:
             prepare()
             self.open()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,22 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Tokenizer:
-    """Built from the contents of the files named in ``FILES``, of which only the first must be there."""
+    """Built from the contents of the files named in ``FILES``, of which only the first must be there.
+
+    Raises ValueError that names the file that is wrong.
+    """
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self.json = files["tokenizer.json"]
         """What it was made from, for libraries that read it themselves."""
-        self._tokenizer = tokenizers.Tokenizer.from_str(self.json)
-        config = json.loads(files.get("tokenizer_config.json", "{}"))
-        template = files.get("chat_template.jinja") or _default_template(config.get("chat_template"))
-        self._special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        self._template = _compile(template) if template else None
+        with _wrong_in("tokenizer.json"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.json)
+        with _wrong_in("tokenizer_config.json"):
+            config = json.loads(files.get("tokenizer_config.json", "{}"))
+            template = files.get("chat_template.jinja") or _default_template(config.get("chat_template"))
+            self._special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        with _wrong_in("chat_template.jinja" if "chat_template.jinja" in files else "tokenizer_config.json"):
+            self._template = _compile(template) if template else None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -35,19 +42,23 @@ class Tokenizer:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def decoder(self) -> Callable[[Sequence[int]], str]:
+    def decoder(self, skip_special_tokens: bool = True) -> Callable[[Sequence[int]], str]:
         """A function from the next tokens of one output to the text that they complete.
 
         Bytes of an unfinished character wait for the next call.
         """
-        stream = DecodeStream(skip_special_tokens=True)
+        stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
         def step(token_ids: Sequence[int]) -> str:
             return "".join(stream.step(self._tokenizer, id) or "" for id in token_ids)
 
         return step
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt text of a chat, ready for the assistant's turn.
 
         ``variables`` go to the template (``tools``, ``enable_thinking``, ...). Raises
@@ -55,17 +66,34 @@ class Tokenizer:
         """
         if self._template is None:
             raise ValueError("the model has no chat template")
-        variables = {"add_generation_prompt": True, **self._special, **variables}
+        variables = {"add_generation_prompt": True, **self._special, **variables, "messages": messages}
         try:
-            return self._template.render(messages=messages, **variables)
-        except jinja2.TemplateError as error:
+            return self._template.render(variables)
+        # A template is a program, and these are values of a client: whatever goes wrong there is a refusal.
+        except Exception as error:
             raise ValueError(f"chat template: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Tokenizer of a checkpoint folder; None where there is no tokenizer.json."""
-    files = {name: (folder / name).read_text("utf-8") for name in FILES if (folder / name).is_file()}
-    return Tokenizer(files) if "tokenizer.json" in files else None
+    """Tokenizer of a checkpoint folder; None without a tokenizer.json. Raises ValueError that names the file."""
+    files = {}
+    try:
+        for name in FILES:
+            if (folder / name).is_file():
+                with _wrong_in(name):
+                    files[name] = (folder / name).read_text("utf-8")
+        return Tokenizer(files) if "tokenizer.json" in files else None
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+@contextlib.contextmanager
+def _wrong_in(name: str) -> Iterator[None]:
+    """Whatever the libraries raise of a damaged file becomes a ValueError that names it: they have no common type."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} cannot be used: {error}") from error
 
 
 def _default_template(template: str | list[dict[str, str]] | None) -> str | None:

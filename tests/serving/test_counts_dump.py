@@ -1,8 +1,11 @@
 """Windows to files: beside the engine thread, complete, and never in the way of a step."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from tests.serving.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 from tests.serving.ticked_server import CONFIG, Outputs, request
 
+ROOT = Path(__file__).parents[2]
 META = {"model": "fake", "ranks": CONFIG.mesh.ranks}
 WINDOW = ClosedWindow(
     np.ones((2, 2, 4), np.int64), np.tile(np.arange(4, dtype=np.int32), (2, 1)), steps=3, step=30, time=1.5
@@ -61,20 +65,51 @@ def test_a_server_dumps_every_window_and_goes_on(tmp_path):
     assert sum(file.meta["steps"] for file in files) == status.step
 
 
-def test_a_full_disk_is_logged_and_counted(tmp_path, monkeypatch, caplog):
+def written(dump: CountsDump, *steps: int) -> None:
+    for step in steps:
+        dump.write(replace(WINDOW, step=step))
+        dump._thread.submit(lambda: None).result()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("anything")])
+def test_a_full_disk_is_counted_and_logged_once(tmp_path, monkeypatch, caplog, error):
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise error
 
     dump = CountsDump(tmp_path, "run", META)
-    with monkeypatch.context() as patch:
-        patch.setattr(counts_dump, "save_counts", full)
-        dump.write(WINDOW)
-        dump._thread.submit(lambda: None).result()
-    dump.write(replace(WINDOW, step=31))
+    for first in (10, 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(counts_dump, "save_counts", full)
+            written(dump, first, first + 1, first + 2)
+        written(dump, first + 3, first + 4)
     dump.close()
-    assert (dump.written, dump.lost) == (1, 1)
-    assert "window at step 30 not written: [Errno 28] No space left on device" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == ["run-000000031.npz"]
+    assert (dump.written, dump.lost) == (4, 6)
+    path = tmp_path / "run-000000010.npz"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"windows from step 10 on are lost: {path} cannot be written: {error}",
+        "windows are written again from step 13 on; 3 were lost",
+        f"windows from step 20 on are lost: {path.with_name('run-000000020.npz')} cannot be written: {error}",
+        "windows are written again from step 23 on; 6 were lost",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"run-0000000{step}.npz" for step in (13, 14, 23, 24)]
+
+
+def test_a_file_that_may_not_grow_leaves_no_remains(tmp_path):
+    """A real error of the system's: files of this process may hold 100 bytes, less than a window needs."""
+    code = f"""
+import pathlib, resource
+from tests.serving.test_counts_dump import META, WINDOW, CountsDump
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+dump = CountsDump(pathlib.Path({str(tmp_path)!r}), "run", META)
+for _ in range(3):
+    dump.write(WINDOW)
+dump.close()
+print(dump.written, dump.lost)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (0, "0 3\n"), ended.stderr
+    assert ended.stderr.count("File too large") == ended.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_went_away_is_no_reason_to_stop(tmp_path):
@@ -85,7 +120,7 @@ def test_a_folder_that_went_away_is_no_reason_to_stop(tmp_path):
     assert (dump.written, dump.lost) == (0, 1)
 
 
-def test_a_slow_disk_blocks_nobody(tmp_path, monkeypatch):
+def test_a_slow_disk_blocks_nobody(tmp_path, monkeypatch, caplog):
     released = threading.Event()
     monkeypatch.setattr(counts_dump, "save_counts", lambda *_: released.wait(20))
     dump = CountsDump(tmp_path, "run", META)
@@ -94,6 +129,7 @@ def test_a_slow_disk_blocks_nobody(tmp_path, monkeypatch):
         dump.write(WINDOW)
     assert time.monotonic() - began < 5
     assert (dump.written, dump.lost) == (0, 3)
+    assert caplog.text.count("left out: the disk is too slow") == 1
     released.set()
     dump.close()
     assert (dump.written, dump.lost) == (MAX_PENDING, 3)

@@ -1,6 +1,7 @@
 """The server over a fake runner: ticked by hand, or on its own thread."""
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -8,8 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from grpc import StatusCode
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gimbal_jax.config import DispatchConfig
+from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.frontend import NotServing, QueueFull
+from gimbal_jax.serving.plan import NextToken
 from tests.serving.fake_server import MODEL, running_server, until
 from tests.serving.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 
@@ -169,6 +175,106 @@ def test_takes_requests_only_while_serving():
         assert server.state == "draining"
 
 
+class BrokenGrammar:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def allowed(self) -> np.ndarray:
+        if self.steps == 0:
+            raise ValueError("no such rule")
+        return np.full(-(-MODEL.vocab_size // 32), -1, np.int32)
+
+    def accept(self, token_id: int) -> None:
+        self.steps -= 1
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, dispatch=DispatchConfig(policy="late"))], ids=["gimbal", "late"]
+)
+@pytest.mark.parametrize(
+    ("good_steps", "reason"), [(0, "could not be taken in: ValueError"), (2, "its grammar failed")]
+)
+def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason):
+    with open_server(config) as (server, _, outputs):
+        server.submit(request("before"))
+        server.submit(replace(request("broken", max_tokens=9), grammar=BrokenGrammar(good_steps)))
+        server.submit(request("after"))
+        tick(server, 8)
+        ends = outputs.ends()
+        assert ends.keys() == {"before", "broken", "after"}
+        assert ends["before"] == ends["after"] == ("length", "")
+        assert outputs.tokens("before") == outputs.tokens("after") == [4, 5, 6, 7]
+        assert ends["broken"][0] == "error" and reason in ends["broken"][1] and "no such rule" in ends["broken"][1]
+        assert server.status().free_pages_S == FREE and server.state == "serving"
+
+
+def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone():
+    with open_server() as (server, runner, outputs):
+        step = runner.step
+
+        def poisoned(plans):
+            results = step(plans)
+            return [
+                [
+                    NextToken(None, error="its logits are not finite") if chunk.request_id == "poisoned" else result
+                    for chunk, result in zip(plan.chunks, of_plan, strict=True)
+                ]
+                for plan, of_plan in zip(plans, results, strict=True)
+            ]
+
+        runner.step = poisoned
+        for name in ("a", "poisoned", "b"):
+            server.submit(request(name))
+        tick(server, 6)
+        assert outputs.ends() == {
+            "a": ("length", ""),
+            "b": ("length", ""),
+            "poisoned": ("error", "its logits are not finite"),
+        }
+        assert outputs.tokens("a") == outputs.tokens("b") == [4, 5, 6, 7]
+        assert server.status().free_pages_S == FREE
+
+
+# -- clocks that jump -----------------------------------------------------------
+
+DAY_S = 86_400.0
+
+
+jumps = st.sampled_from([0.0, 0.0, 0.01, 0.2, 10.0, 30 * DAY_S])
+
+
+@pytest.mark.parametrize("policy", ["gimbal", "late"])
+@given(
+    began=st.sampled_from([0.0, 5 * DAY_S]),
+    ticks=st.lists(st.tuples(jumps, st.none() | st.integers(1, 30)), max_size=40),
+    at_last=jumps,
+)
+@settings(max_examples=40)
+def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks, at_last):
+    """Each tick has a jump before it, and maybe a new prompt; at last they go on alike until all requests ended."""
+    config = replace(CONFIG, dispatch=DispatchConfig(policy=policy))
+    dispatcher = Dispatcher(2, config.dispatch, config.engine.token_budget)
+    now, submitted = began, 0
+    with open_server(config) as (server, _, outputs):
+        for jump, prompt_tokens in itertools.chain(ticks, itertools.repeat((at_last, None), 200)):
+            if prompt_tokens is not None:
+                engine, sequence = submitted % 2, submitted // 2 + 1
+                one = request(f"r{submitted}", range(prompt_tokens), engine=engine, sequence=sequence)
+                server.submit(replace(one, arrival=now, engine=None if policy == "late" else engine))
+                submitted += 1
+            now += jump
+            server.tick(now)
+            # What the dispatcher sees after a tick is never too old to count, nor negative.
+            dispatcher.observe(server.traces)
+            assert dispatcher.view(now).traces == server.traces
+            for trace in server.traces:
+                assert 0 <= now - trace.time <= config.dispatch.trace_period_s
+                assert 0 <= trace.kv_use <= 1
+                assert trace.waiting_prefill_tokens >= 0 and trace.running_prefill_tokens >= 0
+        assert len(outputs.ends()) == submitted and set(outputs.ends().values()) <= {("length", "")}
+        assert server.status().free_pages_S == FREE
+
+
 # -- the engine thread ----------------------------------------------------------
 
 
@@ -295,6 +401,23 @@ def test_failed_warm_up():
         assert ended.wait(20)
         assert server.state == "failed"
         assert "ZeroDivisionError" in server.error
+
+
+def test_a_warm_up_that_is_not_needed_any_more_ends_early():
+    with new_server() as (server, _, _):
+        warming, ended = threading.Event(), threading.Event()
+
+        def warm_up():
+            while True:
+                server.check_warming()
+                warming.set()
+                time.sleep(0.001)
+
+        server.start(warm_up, on_end=ended.set)
+        assert warming.wait(20)
+        server.drain()
+        assert ended.wait(20)
+        assert (server.state, server.error) == ("stopped", "")
 
 
 @thread_fails
