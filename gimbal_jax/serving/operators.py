@@ -27,6 +27,8 @@ MAX_CONNECTIONS = 64
 CONNECTION_S = 30.0
 """A connection may last this long, however slowly its client sends or reads."""
 POLL_S = 0.1
+HUNG_S = 60.0
+"""Engines that have published nothing for so long hang in a step: no step takes as long."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ def routes(
 
     def health(accept: str) -> Response:
         state = frontend.core.state
+        age = max((frontend.clock() - trace.time for trace in frontend.core.traces), default=0.0)
+        if state in ("serving", "draining") and age > HUNG_S:
+            return Response(f"{state}, but no step has ended for {age:.0f} s\n".encode(), status=503)
         return Response(f"{state}\n".encode(), status=503 if state in ("failed", "stopped") else 200)
 
     def readiness(accept: str) -> Response:

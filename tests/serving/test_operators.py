@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from gimbal_jax.scheduler.trace import idle_trace
 from gimbal_jax.serving import operators
 from gimbal_jax.serving.frontend import Frontend
 from gimbal_jax.serving.live import PAGE, PAGE_POLICY, LiveView
-from gimbal_jax.serving.operators import serve_operators
+from gimbal_jax.serving.operators import HUNG_S, serve_operators
 from gimbal_jax.serving.request_metrics import RequestHistograms
 from tests.serving.fake_server import FakeCore
 from tests.serving.ticked_server import wait_for
@@ -61,6 +62,16 @@ def test_metrics_in_both_formats():
 def test_health_is_of_the_process(state, status):
     with serving(FakeCore(state=state)) as port:
         assert ask(port, "/health")[::2] == (status, f"{state}\n".encode())
+
+
+def test_health_notices_a_step_that_hangs():
+    core = FakeCore()
+    with serving(core) as port:
+        core.traces = (idle_trace(0, time.monotonic() - HUNG_S / 2),)
+        assert ask(port, "/health")[0] == 200
+        core.traces = (idle_trace(0, time.monotonic()), idle_trace(1, time.monotonic() - HUNG_S - 1))
+        status, _, body = ask(port, "/health")
+        assert status == 503 and b"no step has ended for 61 s" in body
 
 
 def test_ready_is_what_the_server_says():
