@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import io
 import zipfile
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,6 +26,8 @@ from smg_grpc_proto.generated import common_pb2
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.client_channel import open_channel
+from gimbal_jax.serving.client_chunks import chunk_of, new_text
 from gimbal_jax.serving.client_records import (
     ERRORS,
     Chunk,
@@ -36,25 +38,33 @@ from gimbal_jax.serving.client_records import (
     Traces,
     record_of,
 )
-from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc
-from gimbal_jax.serving.request import PRIORITY_KEY, TokenLogprobs
+from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc, text_pb2_grpc
+from gimbal_jax.serving.request import PRIORITY_KEY
 from gimbal_jax.serving.status import PlacementRecord
 from gimbal_jax.serving.tokenizer import FILES, Tokenizer
 
-# Counts of the largest models are several megabytes; gRPC's default limit is 4.
-OPTIONS = [("grpc.max_receive_message_length", 64 * 2**20)]
-
 
 class GimbalClient:
-    """One connection. ``engine`` and ``control`` are the raw stubs, for calls that have no method here.
+    """One connection. ``engine``, ``control`` and ``text`` are the raw stubs, for calls that have no method here.
 
+    ``api_key`` goes with every call. With ``tls_ca``, the PEM of the authority that signed the server's certificate,
+    the connection is TLS; ``tls_cert`` and ``tls_key`` are the client's own, for mutual TLS.
     Every method raises a ClientError where the call fails.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+    ) -> None:
+        self._channel = open_channel(target, api_key, tls_ca, tls_cert, tls_key)
         self.engine = pb_grpc.VllmEngineStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
+        self.text = text_pb2_grpc.TextStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tokenizer: Tokenizer | None = None
 
@@ -75,49 +85,75 @@ class GimbalClient:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        n: int = 1,
         seed: int | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        json_schema: str | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
         stream: bool = True,
         request_id: str = "",
         engine: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk]:
-        """Yield chunks, the last with a finish_reason; one chunk in all if not ``stream``.
+        """Yield chunks, the last of each output with a finish_reason; one chunk for each if not ``stream``.
 
-        The prompt is a text or token ids. ``engine`` pins the request to one. Lower
+        The prompt is a text or token ids. The parameters are vLLM's. ``engine`` pins the request to one. Lower
         ``priority`` runs first, where the server orders by it. Leaving the iteration (``aclose``) cancels the request.
         """
         if (prompt is None) == (token_ids is None):
             raise ValueError("give either prompt or token_ids")
+        params = pb.SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            repetition_penalty=repetition_penalty,
+            n=n,
+            seed=seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            logit_bias=logit_bias,
+            stop=stop,
+            include_stop_str_in_output=include_stop_str_in_output,
+            stop_token_ids=stop_token_ids,
+            skip_special_tokens=True,  # as the text is decoded here
+            ignore_eos=ignore_eos,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            json_schema=json_schema,
+            regex=regex,
+            choice=None if choice is None else pb.ChoiceConstraint(choices=choice),
+        )
         request = pb.GenerateRequest(
             request_id=request_id,
             text=prompt,
             tokenized=None if token_ids is None else pb.TokenizedInput(input_ids=token_ids),
-            sampling_params=pb.SamplingParams(
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                logprobs=logprobs,
-                stop_token_ids=stop_token_ids,
-                ignore_eos=ignore_eos,
-            ),
+            sampling_params=params,
             stream=stream,
             data_parallel_rank=engine,
         )
-        decode = _no_text if prompt is None else (await self.tokenizer()).decoder()
+        texts = None if prompt is None else [new_text(params, await self.tokenizer()) for _ in range(n)]
         metadata = ((PRIORITY_KEY, str(priority)),) if priority else None
         call = self.engine.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             with _client_errors():
                 async for response in call:
-                    yield _chunk(response, stream, decode)
+                    yield chunk_of(response, stream, texts)
         finally:
             call.cancel()
 
@@ -208,31 +244,3 @@ def _client_errors() -> Iterator[None]:
 def _dispatch_record(record: control_pb2.Dispatch) -> DispatchRecord:
     terms = {term.name: tuple(term.values_S) for term in record.terms}
     return DispatchRecord(record.request_id, record.time, Decision(record.engine, record.rule, terms))
-
-
-def _no_text(token_ids: Sequence[int]) -> str:
-    return ""
-
-
-def _chunk(response: pb.GenerateResponse, stream: bool, decode: Callable[[Sequence[int]], str]) -> Chunk:
-    is_complete = response.WhichOneof("response") == "complete"
-    message = response.complete if is_complete else response.chunk
-    # The final message of a stream repeats all tokens, which the chunks have brought.
-    token_ids = () if is_complete and stream else tuple(message.output_ids if is_complete else message.token_ids)
-    return Chunk(
-        token_ids=token_ids,
-        text=decode(token_ids),
-        logprobs=_logprobs(message.output_logprobs) if token_ids else (),
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        finish_reason=message.finish_reason if is_complete else None,
-        stop_token_id=message.matched_token_id if is_complete and message.HasField("matched_token_id") else None,
-    )
-
-
-def _logprobs(message: pb.OutputLogProbs) -> tuple[TokenLogprobs, ...]:
-    tops = message.top_logprobs or [pb.TopLogProbs()] * len(message.token_logprobs)
-    return tuple(
-        TokenLogprobs(chosen, tuple(top.token_ids), tuple(top.values))
-        for chosen, top in zip(message.token_logprobs, tops, strict=True)
-    )

@@ -39,6 +39,10 @@ class Unavailable(ClientError):
     """No server, or one that warms up, drains or has stopped."""
 
 
+class Unauthenticated(ClientError):
+    """The server wants an API key, and this is none of its own."""
+
+
 class DeadlineExceeded(ClientError):
     """The call's timeout passed."""
 
@@ -56,16 +60,17 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one request; the last chunk says how it ended."""
+    """New tokens of one output; the last chunk of each says how it ended."""
 
     token_ids: tuple[int, ...]
     text: str
-    """What the new tokens complete; empty for a request by token ids."""
+    """What the new tokens complete, but for what may become a stop string; empty for a request by token ids."""
     logprobs: tuple[TokenLogprobs, ...]
     prompt_tokens: int
     completion_tokens: int
@@ -73,6 +78,12 @@ class Chunk:
     finish_reason: str | None = None
     """"stop", "length" or "abort"; None while there is more to come."""
     stop_token_id: int | None = None
+    stop_text: str | None = None
+    """The stop string that ended it."""
+    index: int = 0
+    """Which of the n outputs."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, if they were asked for: of every prompt token but the first."""
 
 
 @dataclass(frozen=True)

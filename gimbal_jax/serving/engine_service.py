@@ -8,94 +8,114 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import uuid
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
-from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.request import Output, TokenLogprobs
-from gimbal_jax.serving.validation import (
-    InvalidField,
-    Parsed,
-    Unsupported,
+from gimbal_jax.serving.access import origin_of
+from gimbal_jax.serving.calls import Context, answering, input_logprobs, output_logprobs
+from gimbal_jax.serving.choices import Piece, run_choices
+from gimbal_jax.serving.frontend import Frontend
+from gimbal_jax.serving.generation import (
+    Constraints,
+    Generation,
+    Limits,
+    is_slow,
     max_prompt_tokens,
     parse_generate,
-    parse_priority,
 )
+from gimbal_jax.serving.model_files import ModelFiles
+from gimbal_jax.serving.request import TokenLogprobs
+from gimbal_jax.serving.validation import Precondition, parse_priority, require
 from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 64 * 1024
 """Archive bytes per message of GetTokenizer."""
 
-STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
-    InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
-    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
-    DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    NotServing: grpc.StatusCode.UNAVAILABLE,
-    GenerationFailed: grpc.StatusCode.INTERNAL,
-}
 
-type Context = grpc.aio.ServicerContext
+class Profiler(Protocol):
+    """Records what host and devices do (``profiler.Profiler``). Either call may take seconds."""
+
+    def start(self, request: common_pb2.StartProfileRequest) -> common_pb2.ProfileResponse: ...
+
+    def stop(self) -> common_pb2.ProfileResponse: ...
+
+
+@dataclass
+class _Collected:
+    """All news of one choice, for its last message."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def add(self, piece: Piece) -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
 
 
 class EngineService(pb_grpc.VllmEngineServicer):
     """``new_seed`` gives a uint32 for each request without a seed; ``wall_clock`` is Unix time in seconds."""
 
     def __init__(
-        self, frontend: Frontend, files: ModelFiles, new_seed: Callable[[], int], wall_clock: Callable[[], float]
+        self,
+        frontend: Frontend,
+        files: ModelFiles,
+        new_seed: Callable[[], int],
+        wall_clock: Callable[[], float],
+        constraints: Constraints | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self._frontend = frontend
         self._core = frontend.core
         self._files = files
-        self._new_seed = new_seed
+        self._limits = Limits(self._core.model, self._core.config, files.tokenizer, constraints, new_seed)
         self._wall_clock = wall_clock
+        self._profiler = profiler
         self._start = frontend.clock()
         self._last_receive = 0.0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._last_receive = self._wall_clock()
-        try:
+        async with answering(context):
             priority = parse_priority(context.invocation_metadata() or (), self._core.config.queue.policy)
-            await self._generate(request, await self._parse(request), priority, context)
-        except tuple(STATUS_CODES) as error:
-            await context.abort(STATUS_CODES[type(error)], str(error))
+            parse = functools.partial(parse_generate, request, self._limits)
+            # The other streams go on meanwhile.
+            generation = await asyncio.to_thread(parse) if is_slow(request) else parse()
+            await self._generate(request, generation, priority, context)
 
-    async def _parse(self, request: pb.GenerateRequest) -> Parsed:
-        tokenizer = self._files.tokenizer
-        encode = tokenizer.encode if tokenizer else None
-        parse = functools.partial(parse_generate, request, self._core.model, self._core.config, encode, self._new_seed)
-        # Long texts take a while to tokenize; the other streams go on meanwhile.
-        return await asyncio.to_thread(parse) if request.HasField("text") else parse()
-
-    async def _generate(self, request: pb.GenerateRequest, parsed: Parsed, priority: int, context: Context) -> None:
+    async def _generate(
+        self, request: pb.GenerateRequest, generation: Generation, priority: int, context: Context
+    ) -> None:
+        new_decoder = None
+        if generation.stops:  # nothing else here needs the text
+            assert self._files.tokenizer is not None
+            new_decoder = functools.partial(self._files.tokenizer.decoder, generation.skip_special_tokens)
         request_id = request.request_id or uuid.uuid4().hex
-        top = parsed.sampling.logprobs
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        news = self._frontend.generate(request_id, parsed.prompt, parsed.sampling, parsed.engine, priority)
+        collected = [_Collected() for _ in range(generation.n)]
+        pieces = run_choices(
+            self._frontend, request_id, generation, new_decoder, priority=priority, origin=origin_of(context)
+        )
         # Leaving the block, by an end or by the client's cancellation, frees the request's pages.
-        async with contextlib.aclosing(news):
-            async for output in news:
-                token_ids += output.token_ids
-                logprobs += output.logprobs
-                if request.stream and output.token_ids:
-                    chunk = pb.GenerateStreamChunk(
-                        token_ids=output.token_ids,
-                        prompt_tokens=len(parsed.prompt),
-                        completion_tokens=len(token_ids),
-                        output_logprobs=_logprobs(output.token_ids, output.logprobs, top),
-                    )
+        async with contextlib.aclosing(pieces):
+            async for index, piece in pieces:
+                is_first = not collected[index].token_ids
+                collected[index].add(piece)
+                if request.stream and piece.token_ids:
+                    chunk = _chunk(index, piece, collected[index], generation, is_first)
                     await context.write(pb.GenerateResponse(chunk=chunk))
-        complete = _complete(output, len(parsed.prompt), token_ids, _logprobs(token_ids, logprobs, top))
-        await context.write(pb.GenerateResponse(complete=complete))
+                if piece.finish_reason is not None:
+                    complete = _complete(index, piece, collected[index], generation)
+                    await context.write(pb.GenerateResponse(complete=complete))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         self._frontend.abort(request.request_ids)
@@ -140,11 +160,12 @@ class EngineService(pb_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         config = self._core.config
-        engines = range(config.mesh.dp)
-        if request.HasField("dp_rank") and request.dp_rank not in engines:
-            rule = f"dp_rank must be in [0, {len(engines) - 1}], got {request.dp_rank}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, rule)
+        if request.HasField("dp_rank"):
+            async with answering(context):
+                last = config.mesh.dp - 1
+                require(0 <= request.dp_rank <= last, "dp_rank", f"be in [0, {last}]", request.dp_rank)
         capacity = config.engine.num_pages * config.engine.page_size
+        rate_S = self._frontend.token_rate.per_second(self._frontend.clock())
         loads = [
             pb.SchedulerLoad(
                 dp_rank=trace.engine,
@@ -154,6 +175,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
                 num_used_tokens=round(trace.kv_use * capacity),
                 max_total_num_tokens=capacity,
                 token_usage=trace.kv_use,
+                gen_throughput=rate_S[trace.engine],
                 utilization=trace.running_requests / config.engine.max_rows,
                 max_running_requests=config.engine.max_rows,
                 num_waiting_uncached_tokens=trace.waiting_prefill_tokens,
@@ -181,14 +203,29 @@ class EngineService(pb_grpc.VllmEngineServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:
         await _unimplemented(context, "Embed: the model generates text, it makes no embeddings")
 
-    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
-        await _unimplemented(context, "FlushCache: there is no prefix cache to flush")
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        async with answering(context):
+            good = math.isfinite(request.timeout_s) and request.timeout_s >= 0
+            require(good, "timeout_s", "be finite and at least 0", request.timeout_s)
+        message = "there is no prefix cache: nothing is kept between requests"
+        return common_pb2.FlushCacheResponse(success=True, message=message)
 
-    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:
-        await _unimplemented(context, "StartProfile: the server has no profiler")
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        async with answering(context):
+            return await asyncio.to_thread(self._need_profiler().start, request)
 
-    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:
-        await _unimplemented(context, "StopProfile: the server has no profiler")
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
+        async with answering(context):
+            return await asyncio.to_thread(self._need_profiler().stop)
+
+    def _need_profiler(self) -> Profiler:
+        if self._profiler is None:
+            raise Precondition("the server keeps no profiles: start it with --profile-dir")
+        return self._profiler
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> NoReturn:
         await _unimplemented(context, "SubscribeKvEvents: there is no prefix cache that could send events")
@@ -199,28 +236,30 @@ async def _unimplemented(context: Context, text: str) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _complete(
-    last: Output, prompt_tokens: int, token_ids: Sequence[int], logprobs: pb.OutputLogProbs | None
-) -> pb.GenerateComplete:
-    return pb.GenerateComplete(
-        output_ids=token_ids,
-        finish_reason=last.finish_reason,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=len(token_ids),
-        output_logprobs=logprobs,
-        matched_token_id=last.stop_token_id,
+def _chunk(
+    index: int, piece: Piece, collected: _Collected, generation: Generation, is_first: bool
+) -> pb.GenerateStreamChunk:
+    sampling, prompt = generation.sampling, generation.prompt
+    return pb.GenerateStreamChunk(
+        index=index,
+        token_ids=piece.token_ids,
+        prompt_tokens=len(prompt),
+        completion_tokens=len(collected.token_ids),
+        output_logprobs=output_logprobs(piece.token_ids, piece.logprobs, sampling.logprobs),
+        input_logprobs=input_logprobs(prompt, piece.prompt_logprobs, sampling.prompt_logprobs) if is_first else None,
     )
 
 
-def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int | None) -> pb.OutputLogProbs | None:
-    if top is None:
-        return None
-    return pb.OutputLogProbs(
-        token_logprobs=[entry.chosen for entry in logprobs],
-        token_ids=token_ids,
-        top_logprobs=[
-            pb.TopLogProbs(values=entry.top_values[:top], token_ids=entry.top_ids[:top]) for entry in logprobs
-        ]
-        if top
-        else (),
+def _complete(index: int, last: Piece, collected: _Collected, generation: Generation) -> pb.GenerateComplete:
+    sampling, prompt = generation.sampling, generation.prompt
+    return pb.GenerateComplete(
+        index=index,
+        output_ids=collected.token_ids,
+        finish_reason=last.finish_reason,
+        prompt_tokens=len(prompt),
+        completion_tokens=len(collected.token_ids),
+        output_logprobs=output_logprobs(collected.token_ids, collected.logprobs, sampling.logprobs),
+        input_logprobs=input_logprobs(prompt, collected.prompt_logprobs, sampling.prompt_logprobs),
+        matched_token_id=last.stop if isinstance(last.stop, int) else None,
+        matched_stop_str=last.stop if isinstance(last.stop, str) else None,
     )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,8 +14,13 @@ from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.request import Output, Request, SamplingParams
+from gimbal_jax.serving.request import Grammar, Output, Request, SamplingParams
+from gimbal_jax.serving.request_record import Origin, RequestRecord
 from gimbal_jax.serving.status import State, Status
+from gimbal_jax.serving.token_rate import TokenRate
+
+NO_ORIGIN = Origin()
+"""Of requests that no call brought."""
 
 
 class NotServing(Exception):
@@ -76,27 +81,29 @@ class Counters:
     """What happened since start, for metrics. Written on the event loop only."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Ended requests by finish reason, "cancelled" (the client left) or "refused"."""
+    """Ended sequences by finish reason, "cancelled" (the client left) or "refused"."""
     rules: Counter[str] = field(default_factory=Counter)
     """Dispatch decisions by rule."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    first_tokens: int = 0
-    first_token_seconds: float = 0.0
-    """Sum over ``first_tokens`` requests of the time from arrival to the first token."""
 
 
 @dataclass(eq=False)
 class _Stream:
-    """News of one live request that its consumer has not taken yet: at most its max_tokens tokens."""
+    """News of one live sequence that its consumer has not taken yet: at most its max_tokens tokens."""
 
     request_id: str
     arrival: float
+    engine: int | None = None
+    rule: str = ""
+    output_tokens: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
     news: list[Output] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    started: bool = False
     outcome: str | None = None
     """How the core ended it; None while the core still works on it."""
+    ended: float | None = None
     failure: Exception | None = None
 
     async def next(self) -> Output:
@@ -117,6 +124,7 @@ def _merge(request_id: str, news: list[Output]) -> Output:
         logprobs=tuple(itertools.chain.from_iterable(output.logprobs for output in news)),
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
+        prompt_logprobs=news[0].prompt_logprobs,
         error=last.error,
     )
 
@@ -125,10 +133,16 @@ class Frontend:
     """Dispatches requests and routes their outputs. Made and used on one event loop.
 
     ``clock`` must be the core's own: ages of traces are differences between the two.
-    ``dispatch_policy`` may be your own.
+    ``dispatch_policy`` may be your own. ``on_ended`` gets the record of every sequence, refused ones too.
     """
 
-    def __init__(self, core: Core, clock: Callable[[], float], dispatch_policy: Choose = choose_engine) -> None:
+    def __init__(
+        self,
+        core: Core,
+        clock: Callable[[], float],
+        dispatch_policy: Choose = choose_engine,
+        on_ended: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
         config = core.config
         self.core = core
         self.clock = clock
@@ -136,9 +150,11 @@ class Frontend:
         self.dispatcher = Dispatcher(
             config.mesh.dp, config.dispatch, config.engine.token_budget, choose=dispatch_policy
         )
+        self.token_rate = TokenRate(config.mesh.dp)
         self.idle = asyncio.Event()
-        """Set while no request is live."""
+        """Set while no request is live, nor any whose news somebody still reads."""
         self.idle.set()
+        self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._serial = itertools.count()
         self._observed: tuple[Trace, ...] = ()
@@ -146,49 +162,69 @@ class Frontend:
         # The core's id of a request is new each time, so that late news of an
         # aborted request cannot reach a later one that the client calls the same.
         self._core_ids: dict[str, str] = {}
+        self._groups: dict[str, Sequence[str]] = {}
         self._streams: dict[str, _Stream] = {}
         core.on_outputs = self._deliver
         core.on_bound = self._deliver_bound
 
     @property
     def active(self) -> int:
-        """Number of live requests."""
+        """Number of live sequences."""
         return len(self._streams)
+
+    @contextlib.contextmanager
+    def group(self, request_id: str, sequence_ids: Sequence[str]) -> Iterator[None]:
+        """While it is open, ``abort`` of the request ends all its sequences. Raises DuplicateRequest."""
+        if request_id in self._groups:
+            self.counters.outcomes["refused"] += 1
+            raise _duplicate(request_id)
+        self._groups[request_id] = sequence_ids
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            del self._groups[request_id]
+            self._note_idle()
 
     async def generate(
         self,
         request_id: str,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
+        *,
         engine: int | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> AsyncGenerator[Output]:
-        """Yield news of a validated request until one has a finish_reason.
+        """Yield news of a validated sequence until one has a finish_reason.
 
-        ``engine`` pins the request; lower ``priority`` runs first. Leaving the iteration early, by ``aclose`` or
-        by cancelling the task, cancels the request in the core. Raises QueueFull,
+        ``engine`` pins it; lower ``priority`` runs first. Leaving the iteration early, by ``aclose`` or
+        by cancelling the task, cancels it in the core. Raises QueueFull,
         NotServing, DuplicateRequest or GenerationFailed.
         """
-        if self._refusal is not None:
-            raise NotServing(self._refusal)
-        if request_id in self._core_ids:
-            raise DuplicateRequest(f"request_id {request_id!r} belongs to a request that is still running")
-        arrival = self.clock()
-        traces = self.core.traces
-        if traces is not self._observed:
-            self._observed = traces
-            self.dispatcher.observe(traces)
-        decision, sequence = self.dispatcher.dispatch(request_id, len(prompt), arrival, engine)
-
-        core_id = f"{request_id}/{next(self._serial)}"
-        stream = self._streams[core_id] = _Stream(request_id, arrival)
-        self._core_ids[request_id] = core_id
-        self.idle.clear()
-        outcome = "refused"
+        stream = _Stream(request_id, self.clock())
+        outcome, reason = "refused", ""
+        core_id = None
         try:
-            self.core.submit(Request(core_id, prompt, sampling, arrival, decision.engine, sequence, priority))
+            if self._refusal is not None:
+                raise NotServing(self._refusal)
+            if request_id in self._core_ids:
+                raise _duplicate(request_id)
+            traces = self.core.traces
+            if traces is not self._observed:
+                self._observed = traces
+                self.dispatcher.observe(traces)
+            decision, number = self.dispatcher.dispatch(request_id, len(prompt), stream.arrival, engine)
+            core_id = self._core_ids[request_id] = f"{request_id}/{next(self._serial)}"
+            self._streams[core_id] = stream
+            self.idle.clear()
+            self.core.submit(
+                Request(core_id, prompt, sampling, stream.arrival, decision.engine, number, priority, grammar)
+            )
             outcome = "cancelled"
             if decision.engine is not None:
+                stream.engine, stream.rule = decision.engine, decision.rule
                 self.counters.rules[decision.rule] += 1
             self.counters.prompt_tokens += len(prompt)
             while True:
@@ -198,21 +234,48 @@ class Frontend:
                 yield output
                 if output.finish_reason is not None:
                     return
+        except (NotServing, QueueFull, DuplicateRequest, GenerationFailed) as error:
+            reason = str(error)
+            raise
         finally:
-            if stream.outcome is None:
-                self.dispatcher.finished(request_id)
-                if outcome != "refused":
-                    self.core.cancel(core_id)
-            self.counters.outcomes[stream.outcome or outcome] += 1
-            del self._streams[core_id], self._core_ids[request_id]
-            if not self._streams:
-                self.idle.set()
+            if core_id is not None:
+                self._forget(core_id, stream, submitted=outcome != "refused")
+            outcome = stream.outcome or outcome
+            self.counters.outcomes[outcome] += 1
+            ended = self.clock() if stream.ended is None else stream.ended
+            self._on_ended(
+                RequestRecord(
+                    request_id=request_id,
+                    origin=origin,
+                    engine=stream.engine,
+                    rule=stream.rule,
+                    priority=priority,
+                    prompt_tokens=len(prompt),
+                    output_tokens=stream.output_tokens,
+                    outcome=outcome,
+                    error=reason,
+                    arrival=stream.arrival,
+                    queue_s=stream.queue_s,
+                    first_token_s=stream.first_token_s,
+                    total_s=ended - stream.arrival,
+                )
+            )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End live requests with finish_reason "abort"; unknown ids are ignored."""
-        for core_id in [self._core_ids[id] for id in request_ids if id in self._core_ids]:
+        ids = [id for request_id in request_ids for id in self._groups.get(request_id, (request_id,))]
+        for core_id in [self._core_ids[id] for id in ids if id in self._core_ids]:
             self.core.cancel(core_id)
             self._route([Output(core_id, (), finish_reason="abort")])
+
+    def stop(self, request_id: str) -> None:
+        """End a live sequence whose text has come to a stop string. Its consumer takes no more news of it."""
+        core_id = self._core_ids[request_id]
+        stream = self._streams[core_id]
+        if stream.outcome is None:
+            self.core.cancel(core_id)
+            self._end(stream, "stop")
+        stream.outcome = "stop"  # also where it reached its length with the same token
 
     def refuse(self, reason: str) -> None:
         """From now on new requests get NotServing; live ones go on."""
@@ -244,19 +307,25 @@ class Frontend:
     def _record(self, now: float, bound: list[tuple[str, Decision]]) -> None:
         for core_id, decision in bound:
             self.counters.rules[decision.rule] += 1
-            if core_id in self._streams:  # not cancelled meanwhile
-                self.dispatcher.record(self._streams[core_id].request_id, now, decision)
+            stream = self._streams.get(core_id)
+            if stream is not None:  # not cancelled meanwhile
+                stream.engine, stream.rule = decision.engine, decision.rule
+                self.dispatcher.record(stream.request_id, now, decision)
 
     def _route(self, outputs: list[Output]) -> None:
+        now = self.clock()
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None or stream.outcome is not None:
                 continue
             self.counters.generated_tokens += len(output.token_ids)
-            if output.token_ids and not stream.started:
-                stream.started = True
-                self.counters.first_tokens += 1
-                self.counters.first_token_seconds += self.clock() - stream.arrival
+            stream.output_tokens += len(output.token_ids)
+            if stream.engine is not None:
+                self.token_rate.add(stream.engine, len(output.token_ids), now)
+            if output.started is not None:
+                stream.queue_s = output.started - stream.arrival
+            if output.token_ids and stream.first_token_s is None:
+                stream.first_token_s = now - stream.arrival
             if output.finish_reason is not None:
                 self._end(stream, output.finish_reason)
             stream.news.append(output)
@@ -264,4 +333,21 @@ class Frontend:
 
     def _end(self, stream: _Stream, outcome: str) -> None:
         stream.outcome = outcome
+        stream.ended = self.clock()
         self.dispatcher.finished(stream.request_id)
+
+    def _forget(self, core_id: str, stream: _Stream, submitted: bool) -> None:
+        if stream.outcome is None:
+            self.dispatcher.finished(stream.request_id)
+            if submitted:
+                self.core.cancel(core_id)
+        del self._streams[core_id], self._core_ids[stream.request_id]
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._groups:
+            self.idle.set()
+
+
+def _duplicate(request_id: str) -> DuplicateRequest:
+    return DuplicateRequest(f"request_id {request_id!r} belongs to a request that is still running")

@@ -1,25 +1,36 @@
 """What the client adds to the stubs: text, chat, chunks, typed errors. Control calls: test_control_service.py."""
 
 import asyncio
+import dataclasses
 
 import grpc
 import pytest
 
+from gimbal_jax.config import NetworkConfig
 from gimbal_jax.serving import client_records as records
+from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.model_files import load_model_files
-from tests.serving.fake_server import BY_PRIORITY, FakeCore, running_server, until, with_server, write_model_folder
+from tests.serving.fake_server import (
+    BY_PRIORITY,
+    MODEL,
+    FakeCore,
+    running_server,
+    until,
+    with_server,
+    write_model_folder,
+)
 
 
 async def collect(chunks):
     return [chunk async for chunk in chunks]
 
 
-def with_text_server(folder, test):
+def with_text_server(folder, test, **core_options):
     async def main(core):
         async with asyncio.timeout(20), running_server(core, load_model_files(write_model_folder(folder))) as (c, *_):
             await test(core, c)
 
-    with FakeCore() as core:
+    with FakeCore(**core_options) as core:
         asyncio.run(main(core))
 
 
@@ -57,17 +68,30 @@ async def test_all_options_reach_the_core(core, client):
         "top_k": 5,
         "top_p": 0.25,
         "min_p": 0.125,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
         "seed": 9,
         "logprobs": 1,
+        "prompt_logprobs": 2,
     }
     chunks = client.generate(
-        token_ids=[5], stop_token_ids=[100], ignore_eos=True, request_id="mine", engine=1, timeout_s=5, **options
+        token_ids=[7, 5],
+        truncate_prompt_tokens=1,
+        logit_bias={3: 0.5},
+        stop_token_ids=[100],
+        ignore_eos=True,
+        request_id="mine",
+        engine=1,
+        timeout_s=5,
+        **options,
     )
     await collect(chunks)
     [request] = core.submitted
     assert (request.engine, request.prompt, request.sampling.stop_token_ids) == (1, (5,), (100,))
     assert request.id.startswith("mine/")
     assert {name: getattr(request.sampling, name) for name in options} == options
+    assert request.sampling.logit_bias == ((3, 0.5),)
 
 
 def test_text_in_and_out(tmp_path):
@@ -82,6 +106,73 @@ def test_text_in_and_out(tmp_path):
         assert chunk.text == expected
 
     with_text_server(tmp_path, test)
+
+
+def test_stop_strings_end_the_text(tmp_path):
+    async def test(core, client):
+        for options, text in (
+            ({}, "bc"),
+            ({"include_stop_str_in_output": True}, "bcde"),
+            ({"min_tokens": 4}, "bcdefg"),
+        ):
+            for stream in (True, False):
+                chunks = await collect(client.generate("a", stop=["de", "g!"], max_tokens=6, stream=stream, **options))
+                assert "".join(chunk.text for chunk in chunks) == text
+                assert chunks[-1].stop_text == (None if text == "bcdefg" else "de")
+
+    with_text_server(tmp_path, test)
+
+
+@with_server()
+async def test_choices_and_prompt_logprobs(core, client):
+    chunks = await collect(client.generate(token_ids=[4, 5], n=2, max_tokens=3, prompt_logprobs=1))
+    for index in (0, 1):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert [token for chunk in own for token in chunk.token_ids] == [6, 7, 8]
+        assert own[-1].finish_reason == "length"
+        [logprobs] = own[0].prompt_logprobs
+        assert (logprobs.chosen, logprobs.top_ids) == (-1.0, (0,))
+        assert not any(chunk.prompt_logprobs for chunk in own[1:])
+
+
+def test_constraints_reach_the_server(tmp_path):
+    async def test(core, client):
+        for options in ({"json_schema": "{}"}, {"regex": "a+"}, {"choice": ["a", "b"]}):
+            chunks = client.generate("a", max_tokens=1, **options)
+            await anext(chunks)
+            await chunks.aclose()
+            assert core.submitted[-1].grammar is not None
+
+    # The end token must be one that the tokenizer has.
+    with_text_server(tmp_path, test, model=dataclasses.replace(MODEL, eos_token_ids=(257,)))
+
+
+def test_a_key_goes_with_every_call(tmp_path):
+    key = "a-key-of-16-chars-or-more"
+    (tmp_path / "keys").write_text(f"{key} me\n")
+    network = NetworkConfig(port=0, api_keys=tmp_path / "keys")
+
+    async def main(core):
+        async with asyncio.timeout(20), running_server(core, network=network) as (client, port, *_):
+            async with GimbalClient(f"127.0.0.1:{port}", api_key=key) as friend:
+                assert (await collect(friend.generate(token_ids=[1], max_tokens=1)))[-1].finish_reason == "length"
+                assert (await friend.status()).state == "serving"
+            with pytest.raises(records.Unauthenticated):
+                await client.status()
+            async with GimbalClient(f"127.0.0.1:{port}", api_key="wrong") as stranger:
+                with pytest.raises(records.Unauthenticated):
+                    await collect(stranger.generate(token_ids=[1]))
+
+    with FakeCore() as core:
+        asyncio.run(main(core))
+
+
+def test_half_a_certificate_is_refused(tmp_path):
+    async def main():
+        with pytest.raises(ValueError, match="tls_cert and tls_key go together"):
+            GimbalClient("127.0.0.1:1", tls_cert=tmp_path / "cert.pem")
+
+    asyncio.run(main())
 
 
 def test_chat_goes_through_the_template(tmp_path):

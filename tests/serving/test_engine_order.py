@@ -155,3 +155,23 @@ def test_rows_limit_admission():
     for i in range(3):
         engine.add(request(i, 1, sequence=i + 1))
     assert ids(engine.schedule(0.0).prefill) == [("0", 1), ("1", 1)]
+
+
+@pytest.mark.parametrize("queue", [FCFS, SJF, HRRN, PRIORITY], ids=lambda queue: queue.policy)
+def test_the_head_of_the_queue_is_what_starts_next(queue):
+    config = dataclasses.replace(CONFIG, max_rows=1, token_budget=4)
+    engine, model = Engine(0, config, queue), PagedModel(config)
+    assert engine.queue_head(0.0) is None
+    for i, (length, priority) in enumerate([(20, 0), (3, 2), (9, 1), (3, 1), (30, -1)]):
+        asked = request(f"r{i}", length, 2, arrival=i / 10, sequence=i + 1)
+        engine.add(dataclasses.replace(asked, priority=priority if queue is PRIORITY else 0))
+    started, now = [], 1.0
+    while not engine.idle:
+        head = engine.queue_head(now) if not engine.running else None
+        plan, _ = step(engine, model, now)
+        if head is not None:
+            assert (head.request_id, head.waited_s) == (plan.prefill[0].request_id, now - int(head.request_id[1:]) / 10)
+            assert head.prefill_tokens == (20, 3, 9, 3, 30)[int(head.request_id[1:])]
+            started.append(head.request_id)
+        now += 0.7
+    assert sorted(started) == ["r0", "r1", "r2", "r3", "r4"]

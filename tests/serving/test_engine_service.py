@@ -1,19 +1,38 @@
 """vllm.grpc.engine.VllmEngine through a real socket, with the published stubs."""
 
 import asyncio
+import contextlib
+import dataclasses
 import hashlib
 import io
+import math
+import time
 import zipfile
 
 import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from gimbal_jax import __version__
-from gimbal_jax.serving.engine_service import CHUNK_BYTES
+from gimbal_jax.config import EngineConfig
+from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.engine_service import CHUNK_BYTES, EngineService
+from gimbal_jax.serving.frontend import Frontend
 from gimbal_jax.serving.model_files import load_model_files
-from tests.serving.fake_server import FakeCore, running_server, trace, until, with_server, write_model_folder
+from gimbal_jax.serving.validation import InvalidField
+from tests.serving.fake_server import (
+    CONFIG,
+    MODEL,
+    NO_FILES,
+    FakeCore,
+    running_server,
+    trace,
+    until,
+    with_server,
+    write_model_folder,
+)
 
 Code = grpc.StatusCode
 
@@ -127,7 +146,7 @@ async def test_refusals_have_their_status(core, client):
     await refused(client, request(), Code.RESOURCE_EXHAUSTED, "waiting requests")
     await refused(client, request(prompt=[]), Code.INVALID_ARGUMENT, "tokenized.input_ids must hold at least one")
     await refused(client, request(data_parallel_rank=2), Code.INVALID_ARGUMENT, "data_parallel_rank must be in [0, 1]")
-    await refused(client, request(params={"n": 2}), Code.UNIMPLEMENTED, "sampling_params.n")
+    await refused(client, request(kv_transfer_params_json="{}"), Code.UNIMPLEMENTED, "kv_transfer_params_json")
     await refused(client, pb.GenerateRequest(text="hi"), Code.INVALID_ARGUMENT, "no tokenizer")
     core.fail(core.live[0], "device lost")
     with pytest.raises(grpc.aio.AioRpcError, match="device lost") as error:
@@ -179,6 +198,12 @@ async def test_loads_come_from_the_traces(core, client):
     assert (first.num_running_reqs, first.num_waiting_reqs, first.num_total_reqs) == (2, 1, 3)
     assert (first.token_usage, first.num_used_tokens, first.max_total_num_tokens) == (0.5, 64, 128)
     assert (first.utilization, first.num_waiting_uncached_tokens, second.dp_rank) == (0.25, 40, 1)
+    await responses(client, request(data_parallel_rank=1, params={"max_tokens": 20}))
+    rates: list[float] = []
+    while not any(rates):  # of the last whole second
+        await asyncio.sleep(0.05)
+        rates = [load.gen_throughput for load in (await client.engine.GetLoads(pb.GetLoadsRequest())).loads]
+    assert rates[0] == 0 and rates[1] > 0
     response = await client.engine.GetLoads(pb.GetLoadsRequest(dp_rank=1))
     assert [load.dp_rank for load in response.loads] == [1]
     with pytest.raises(grpc.aio.AioRpcError, match=r"dp_rank must be in \[0, 1\], got 2"):
@@ -228,12 +253,190 @@ async def test_no_tokenizer_is_not_found(core, client):
 async def test_what_is_missing_says_so(core, client):
     calls = {
         "Embed": client.engine.Embed(pb.EmbedRequest()),
-        "FlushCache": client.engine.FlushCache(common_pb2.FlushCacheRequest()),
-        "StartProfile": client.engine.StartProfile(common_pb2.StartProfileRequest()),
-        "StopProfile": client.engine.StopProfile(common_pb2.StopProfileRequest()),
         "SubscribeKvEvents": client.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
     }
     for name, call in calls.items():
         with pytest.raises(grpc.aio.AioRpcError, match=f"{name}: ") as error:
             await call
         assert error.value.code() == Code.UNIMPLEMENTED
+
+
+@with_server()
+async def test_choices_have_their_index(core, client):
+    for stream in (True, False):
+        messages = await responses(client, request(stream=stream, params={"n": 3, "logprobs": 0}))
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for message in messages:
+            if message.WhichOneof("response") == "chunk":
+                tokens[message.chunk.index] += message.chunk.token_ids
+        completes = {m.complete.index: m.complete for m in messages if m.HasField("complete")}
+        assert sorted(completes) == [0, 1, 2]
+        for index, complete in completes.items():
+            assert (list(complete.output_ids), complete.completion_tokens) == ([6, 7, 8], 3)
+            assert list(complete.output_logprobs.token_ids) == [6, 7, 8]
+            assert not stream or tokens[index] == [6, 7, 8]
+        assert stream or len(messages) == 3
+
+
+@with_server({"paused": True})
+async def test_abort_and_cancellation_end_all_choices(core, client):
+    stream = asyncio.create_task(responses(client, request(id="a", params={"n": 3})))
+    await until(lambda: len(core.live) == 3)
+    await client.engine.Abort(pb.AbortRequest(request_ids=["a"]))
+    assert [message.complete.finish_reason for message in await stream] == ["abort"] * 3
+    call = client.engine.Generate(request(params={"n": 3}))
+    reading = asyncio.create_task(call.read())
+    await until(lambda: len(core.live) == 3)
+    call.cancel()
+    await until(lambda: not core.live)
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+@with_server()
+async def test_prompt_logprobs_come_first_and_at_the_end(core, client):
+    first, *others, last = await responses(client, request((5, 6, 7), params={"prompt_logprobs": 2}))
+    for message in (first.chunk, last.complete):
+        logprobs = message.input_logprobs
+        assert list(logprobs.token_ids) == [5, 6, 7]
+        assert [(entry.HasField("value"), entry.value) for entry in logprobs.token_logprobs] == [
+            (False, 0.0),
+            (True, -1.0),
+            (True, -2.0),
+        ]
+        assert [list(top.token_ids) for top in logprobs.top_logprobs] == [[], [0, 1], [0, 1]]
+    assert not any(other.chunk.HasField("input_logprobs") for other in others)
+    [response] = await responses(client, request((5, 6), stream=False, params={"prompt_logprobs": 0}))
+    assert len(response.complete.input_logprobs.token_logprobs) == 2
+    assert not response.complete.input_logprobs.top_logprobs
+
+
+def test_stop_string_ends_the_output(tmp_path):
+    files = load_model_files(write_model_folder(tmp_path))
+    tokenizer = files.tokenizer
+    assert tokenizer is not None
+    [first] = tokenizer.encode("a")
+
+    async def main(core):
+        async with asyncio.timeout(20), running_server(core, files) as (client, *_):
+            for stream in (True, False):
+                messages = await responses(
+                    client,
+                    request(
+                        (first,),
+                        stream=stream,
+                        params={"stop": ["de"], "max_tokens": 9},
+                    ),
+                )
+                complete = messages[-1].complete
+                assert tokenizer.decode(complete.output_ids) == "bcde"
+                assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "de")
+            # Special tokens are part of the text unless they are skipped.
+            message = request((255,), params={"stop": ["|start|><|end"], "max_tokens": 9})
+            assert (await responses(client, message))[-1].complete.completion_tokens == 2
+            message.sampling_params.skip_special_tokens = True
+            assert (await responses(client, message))[-1].complete.finish_reason == "length"
+
+    with FakeCore() as core:
+        asyncio.run(main(core))
+
+
+@with_server()
+async def test_flush_says_that_nothing_is_kept(core, client):
+    response = await client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=1))
+    assert response.success and "no prefix cache" in response.message
+    for timeout_s in (-1, math.nan, math.inf):
+        with pytest.raises(grpc.aio.AioRpcError, match="timeout_s must be finite and at least 0") as error:
+            await client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s))
+        assert error.value.code() == Code.INVALID_ARGUMENT
+
+
+@with_server()
+async def test_no_profiler_is_a_precondition(core, client):
+    for call in (
+        client.engine.StartProfile(common_pb2.StartProfileRequest()),
+        client.engine.StopProfile(common_pb2.StopProfileRequest()),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="start it with --profile-dir") as error:
+            await call
+        assert error.value.code() == Code.FAILED_PRECONDITION
+
+
+class FakeProfiler:
+    def start(self, request):
+        return common_pb2.ProfileResponse(success=True, message=request.output_dir)
+
+    def stop(self):
+        raise InvalidField("nothing was started")
+
+
+class FakeConstraints:
+    def compile(self, params):
+        if params.regex == "crash":
+            raise RuntimeError("secret of the library")
+        return object
+
+
+@contextlib.asynccontextmanager
+async def engine_server(core, **parts):
+    """The engine service alone, with parts of its own."""
+    server = grpc.aio.server()
+    service = EngineService(Frontend(core, time.monotonic), NO_FILES, lambda: 1, time.time, **parts)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(20), GimbalClient(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await server.stop(0)
+
+
+def test_profiler_constraints_and_unexpected_errors(caplog):
+    async def main(core):
+        async with engine_server(core, profiler=FakeProfiler(), constraints=FakeConstraints()) as client:
+            response = await client.engine.StartProfile(common_pb2.StartProfileRequest(output_dir="x"))
+            assert (response.success, response.message) == (True, "x")
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing was started") as error:
+                await client.engine.StopProfile(common_pb2.StopProfileRequest())
+            assert error.value.code() == Code.INVALID_ARGUMENT
+
+            await responses(client, request(params={"regex": "good"}))
+            assert type(core.submitted[-1].grammar) is object
+            # The client is told nothing of what went wrong inside; the log is.
+            await refused(client, request(params={"regex": "crash"}), Code.INTERNAL, "internal error")
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await responses(client, request(params={"regex": "crash"}))
+            assert "secret" not in str(error.value) and "secret of the library" in caplog.text
+
+    with FakeCore() as core:
+        asyncio.run(main(core))
+
+
+def test_a_reader_that_takes_nothing_slows_nobody():
+    """Its flow-control window fills up, its tokens wait here, and other streams go on."""
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(max_model_len=8192, page_size=4, num_pages=4096))
+    window = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+
+    async def main(core):
+        async with (
+            asyncio.timeout(60),
+            running_server(core) as (client, port, *_),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=window) as channel,
+        ):
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            params = {"max_tokens": 1500, "logprobs": 20, "ignore_eos": True}
+            call = stub.Generate(request(params=params))
+            chunks = [(await call.read()).chunk]
+            quick = await responses(client, request(params={"max_tokens": 500, "ignore_eos": True}))
+            assert quick[-1].complete.completion_tokens == 500
+            # The slow one's sequence ends although nobody reads.
+            await until(lambda: not core.live)
+            assert (await client.status()).active_requests == 0
+            while (response := await call.read()) is not grpc.aio.EOF:
+                chunks.append(response.chunk)
+            tokens = [token for chunk in chunks for token in chunk.token_ids]
+            assert tokens == [(6 + i) % MODEL.vocab_size for i in range(1500)]
+            assert len(chunks) < 1500  # it was blocked, and got in one piece what came meanwhile
+
+    with FakeCore(config=config) as core:
+        asyncio.run(main(core))

@@ -11,6 +11,7 @@ from gimbal_jax.config import DispatchConfig
 from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.serving.request import Output, SamplingParams
+from gimbal_jax.serving.request_record import Origin, RequestRecord
 from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until
 
 THREE = SamplingParams(max_tokens=3)
@@ -39,7 +40,7 @@ def start(frontend, request_id="a", prompt=(1,), sampling=THREE, engine=None):
     """A task that collects all outputs of a request."""
 
     async def collect():
-        return [output async for output in frontend.generate(request_id, prompt, sampling, engine)]
+        return [output async for output in frontend.generate(request_id, prompt, sampling, engine=engine)]
 
     return asyncio.create_task(collect())
 
@@ -62,7 +63,6 @@ async def test_streams_tokens_as_they_come(core, frontend):
     assert core.cancelled == []
     assert frontend.counters.outcomes == {"length": 1}
     assert (frontend.counters.prompt_tokens, frontend.counters.generated_tokens) == (1, 3)
-    assert frontend.counters.first_tokens == 1
 
 
 @with_frontend()
@@ -205,6 +205,115 @@ async def test_refuse_and_end_all(core, frontend):
         await task
     assert core.cancelled == [core.submitted[0].id]
     assert frontend.idle.is_set()
+
+
+class Clock:
+    """Moves when told to."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def with_records(**core_options):
+    """Runs an async test(core, frontend, clock, records), where records collects what ``on_ended`` gets."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run():
+            async def main():
+                core, clock = FakeCore(**core_options), Clock()
+                records: list[RequestRecord] = []
+                async with asyncio.timeout(10):
+                    await test(core, Frontend(core, clock, on_ended=records.append), clock, records)
+
+            asyncio.run(main())
+
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
+@with_records()
+async def test_record_of_a_whole_request(core, frontend, clock, records):
+    origin, grammar = Origin("me", "00-trace"), object()
+    outputs = frontend.generate("a", (5, 6), THREE, engine=1, priority=-3, grammar=grammar, origin=origin)
+    first = asyncio.create_task(anext(outputs))
+    await until(lambda: core.submitted)
+    assert core.submitted[0].grammar is grammar
+    for clock.now in (101.0, 102.0, 104.0):
+        core.step()
+        await asyncio.sleep(0.01)
+    assert records == []
+    clock.now = 200.0  # the consumer takes its time, which is not the request's
+    await first
+    async for _ in outputs:
+        pass
+    [record] = records
+    assert record == RequestRecord(
+        request_id="a",
+        origin=origin,
+        engine=1,
+        rule="pinned",
+        priority=-3,
+        prompt_tokens=2,
+        output_tokens=3,
+        outcome="length",
+        error="",
+        arrival=100.0,
+        queue_s=0.25,
+        first_token_s=1.0,
+        total_s=4.0,
+    )
+    assert record.token_s == 1.5
+
+
+@with_records(max_queue=1, config=LATE)
+async def test_records_of_requests_that_do_not_end_well(core, frontend, clock, records):
+    task = start(frontend, "left")
+    await until(lambda: core.submitted)
+    clock.now = 101.0
+    for id, error in (("full", QueueFull), ("left", DuplicateRequest)):
+        with pytest.raises(error):
+            await start(frontend, id)
+    task.cancel()
+    await asyncio.wait([task])
+    task = start(frontend, "poisoned")
+    await until(lambda: len(core.submitted) == 2)
+    core.on_bound(5.0, [(core.submitted[1].id, Decision(1, "late"))])
+    core.fail(core.submitted[1].id, "not finite")
+    await asyncio.wait([task])
+    frontend.refuse("draining")
+    with pytest.raises(NotServing):
+        await start(frontend, "late")
+    assert [(r.request_id, r.outcome, r.engine, r.rule, r.queue_s, r.first_token_s, r.total_s) for r in records] == [
+        ("full", "refused", None, "", None, None, 0.0),
+        ("left", "refused", None, "", None, None, 0.0),
+        ("left", "cancelled", None, "", None, None, 1.0),
+        ("poisoned", "error", 1, "late", None, None, 0.0),
+        ("late", "refused", None, "", None, None, 0.0),
+    ]
+    assert ["waiting" in records[0].error, records[3].error, records[4].error] == [True, "not finite", "draining"]
+    assert frontend.counters.outcomes == {"refused": 3, "cancelled": 1, "error": 1}
+    assert sum(frontend.dispatcher.view(0.0).compensation_S) == 0
+
+
+@with_records()
+async def test_stop_ends_it_in_the_core_as_stopped(core, frontend, clock, records):
+    for steps in (1, 3):  # in the middle, and with the token that also reaches its length
+        outputs = frontend.generate("a", (5,), THREE)
+        first = asyncio.create_task(anext(outputs))
+        await until(lambda: core.live)
+        for _ in range(steps):
+            core.step()
+        await first
+        frontend.stop("a")
+        assert core.live == []
+        await outputs.aclose()
+    assert [record.outcome for record in records] == ["stop", "stop"]
+    assert frontend.counters.outcomes == {"stop": 2}
 
 
 def test_round_robin_and_outputs_from_another_thread():

@@ -1,19 +1,28 @@
 """The server as a whole: health, reflection, keepalive, ports, drain."""
 
 import asyncio
+import contextlib
+import json
 import socket
+import urllib.error
+import urllib.request
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from gimbal_jax.config import NetworkConfig
+from gimbal_jax.serving import grpc_server, network
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError, Unavailable
+from gimbal_jax.serving.gateway import Gateway
 from gimbal_jax.serving.grpc_server import serve
+from gimbal_jax.serving.request_record import RequestRecord
 from tests.serving.fake_server import NO_FILES, FakeCore, running_server, until
 
-SERVICES = ("", "vllm.grpc.engine.VllmEngine", "gimbal.v1.Control")
+SERVICES = ("", "vllm.grpc.engine.VllmEngine", "gimbal.v1.Text", "gimbal.v1.Control")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -48,13 +57,13 @@ def test_health_follows_warm_up_and_drain():
 
             watch = health.Watch(health_pb2.HealthCheckRequest())
             seen = [(await watch.read()).status]
-            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 4
             with pytest.raises(Unavailable, match="warming"):
                 await collect(client)
 
             core.state = "serving"
             seen.append((await watch.read()).status)
-            assert [await status(service) for service in SERVICES] == [SERVING] * 3
+            assert [await status(service) for service in SERVICES] == [SERVING] * 4
             assert await client.is_serving()
 
             stream = asyncio.create_task(collect(client, max_tokens=2))
@@ -62,7 +71,7 @@ def test_health_follows_warm_up_and_drain():
             stop.set()
             seen.append((await watch.read()).status)
             watch.cancel()
-            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 4
             with pytest.raises(Unavailable, match="draining"):
                 await collect(client)
             core.paused = False
@@ -100,17 +109,24 @@ def test_idle_server_stops_at_once():
     run(test, core)
 
 
-def test_failed_engine_ends_all_streams():
+def test_failed_engine_ends_all_streams_and_the_server():
     core = FakeCore(paused=True)
 
     async def test():
-        async with running_server(core) as (client, *_):
+        async with (
+            running_server(core) as (client, port, _, task),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            seen = [(await watch.read()).status]
             stream = asyncio.create_task(collect(client))
             await until(lambda: core.live)
             core.state = "failed"
             with pytest.raises(Unavailable, match="engine has failed"):
                 await stream
-            assert not await client.is_serving()
+            seen.append((await watch.read()).status)
+            assert seen == [SERVING, NOT_SERVING]
+            await task  # without being told to stop
 
     run(test, core)
 
@@ -126,8 +142,7 @@ def test_reflection_lists_all_services():
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             requests = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
-                reflection_pb2.ServerReflectionRequest(file_containing_symbol="gimbal.v1.Control"),
-                reflection_pb2.ServerReflectionRequest(file_containing_symbol="vllm.grpc.engine.VllmEngine"),
+                *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in SERVICES[1:]),
             ]
             services, *files = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
             assert {service.name for service in services.list_services_response.service} == {
@@ -161,13 +176,208 @@ def test_client_pings_do_not_end_a_silent_stream():
     run(test, core)
 
 
-def test_taken_port_is_refused():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(RuntimeError, match=str(port)):
-            asyncio.run(serve(FakeCore(), NO_FILES, "127.0.0.1", port, asyncio.Event()))
+def test_a_client_that_vanished_without_a_word_frees_its_request(monkeypatch):
+    monkeypatch.setattr(network, "KEEPALIVE_TIME_S", 0.3)
+    monkeypatch.setattr(network, "KEEPALIVE_TIMEOUT_S", 0.3)
+    core = FakeCore(paused=True)
+
+    async def test():
+        async with (
+            running_server(core) as (client, port, *_),
+            link_to(port) as (far_port, cut),
+            GimbalClient(f"127.0.0.1:{far_port}") as far,
+        ):
+            lost, kept = (asyncio.create_task(collect(each, max_tokens=1)) for each in (far, client))
+            await until(lambda: len(core.live) == 2)
+            await asyncio.sleep(1)  # longer than both times: a client that answers pings is kept
+            assert len(core.live) == 2
+            cut.set()
+            await until(lambda: len(core.live) == 1)
+            core.paused = False
+            assert (await kept)[-1].finish_reason == "length"
+            lost.cancel()
+
+    run(test, core)
+
+
+@contextlib.asynccontextmanager
+async def link_to(port):
+    """A port that forwards to ``port``, and an event that cuts the link: then nothing passes, and nobody is told."""
+    cut = asyncio.Event()
+    pumps: list[asyncio.Task[None]] = []
+
+    async def pump(reader, writer):
+        while data := await reader.read(2**16):
+            if not cut.is_set():
+                writer.write(data)
+
+    async def forward(reader, writer):
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        pumps.extend(asyncio.create_task(pump(*ends)) for ends in ((reader, far_writer), (far_reader, writer)))
+
+    link = await asyncio.start_server(forward, "127.0.0.1", 0)
+    try:
+        yield link.sockets[0].getsockname()[1], cut
+    finally:
+        for task in pumps:
+            task.cancel()
+        link.close()
+
+
+def test_connections_that_say_nothing_block_nobody_and_are_closed(monkeypatch):
+    monkeypatch.setattr(network, "HANDSHAKE_S", 0.5)
+    core = FakeCore()
+
+    async def test():
+        async with running_server(core) as (client, port, *_):
+            silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(50)]
+            silent[0].sendall(b"PRI * HTTP/2.0")  # the start of a greeting, and no more
+            assert (await collect(client, max_tokens=1))[-1].finish_reason == "length"
+            for connection in silent:
+                with connection:
+                    while await asyncio.to_thread(connection.recv, 1024):
+                        pass  # its own greeting; then it closes
+
+    run(test, core)
+
+
+def test_observers_see_every_request_and_a_failing_one_is_logged_once(caplog):
+    core = FakeCore()
+    records: list[RequestRecord] = []
+
+    def fails(record):
+        raise OSError("disk full")
+
+    async def test():
+        async with running_server(core, observers=[fails, records.append]) as (client, *_):
+            for _ in range(3):
+                assert (await collect(client, max_tokens=1))[-1].finish_reason == "length"
+
+    run(test, core)
+    assert [(record.outcome, record.origin.client) for record in records] == [("length", "127.0.0.1")] * 3
+    assert [record.exc_info[1].args for record in caplog.records] == [("disk full",)]
+
+
+def test_operators_http_is_ready_when_health_is():
+    core = FakeCore(state="warming", paused=True)
+
+    def get(port, path):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    async def test():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        async def fetch(path):
+            return await asyncio.to_thread(get, port, path)
+
+        async with running_server(core, operators=("127.0.0.1", port)) as (client, _, stop, task):
+            assert [(await fetch(path))[0] for path in ("/ready", "/health")] == [503, 200]
+            core.state = "serving"
+            assert (await fetch("/ready"))[0] == 200
+            stream = asyncio.create_task(collect(client, max_tokens=2))
+            await until(lambda: core.live)
+            core.step()
+            core.step()
+            await stream
+            assert (await fetch("/dashboard"))[0] == 200
+            assert json.loads((await fetch("/dashboard/data"))[1])
+            metrics = (await fetch("/metrics"))[1]
+            assert "gimbal_generation_tokens_total 2.0" in metrics
+            assert "gimbal_e2e_request_latency_seconds_count 1.0" in metrics
+            stream = asyncio.create_task(collect(client, max_tokens=1))
+            await until(lambda: core.live)
+            stop.set()
+            assert [(await fetch(path))[0] for path in ("/ready", "/health")] == [503, 200]
+            core.step()
+            await stream
+            await task
+
+    run(test, core)
+
+
+class FakeGateway(Gateway):
+    """Starts nothing, and keeps the port that is for it."""
+
+    def __init__(self, failure=None):
+        self.ready, self.ended, self.port, self.failure = False, False, 0, failure
+
+    async def run(self, grpc_port):
+        self.port = grpc_port
+        try:
+            if self.failure is not None:
+                raise self.failure
+            await asyncio.Event().wait()
+        finally:
+            self.ended = True
+
+
+KEYS_NEEDED = "right-key-0123456789 alice"
+
+
+def test_a_gateway_has_a_port_of_its_own_without_key_or_limit(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text(KEYS_NEEDED)
+    core, gateway = FakeCore(paused=True), FakeGateway()
+    records: list[RequestRecord] = []
+    asked: list[tuple[str, int]] = []
+
+    def is_own(peer, port):
+        asked.append((peer.rpartition(":")[0], port))
+        return True
+
+    monkeypatch.setattr(grpc_server, "is_own_peer", is_own)
+    network = NetworkConfig(port=0, api_keys=tmp_path / "keys", max_streams_per_client=1)
+
+    async def test():
+        async with running_server(core, network=network, gateway=gateway, observers=[records.append]) as (client, *_):
+            assert not await client.is_serving()
+            gateway.ready = True
+            while not await client.is_serving():
+                await asyncio.sleep(0.01)
+            with pytest.raises(ClientError, match="no API key"):
+                await collect(client)
+            async with GimbalClient(f"127.0.0.1:{gateway.port}") as own:
+                streams = [asyncio.create_task(collect(own, max_tokens=1)) for _ in range(3)]
+                await until(lambda: len(core.live) == 3)
+                assert (await own.engine.GetModelInfo(pb.GetModelInfoRequest())).served_model_name == "fake"
+                with pytest.raises(ClientError, match="Method not found"):
+                    await own.status()  # it needs no other service
+                core.paused = False
+                await asyncio.gather(*streams)
+            assert not gateway.ended
+        assert gateway.ended
+
+    run(test, core)
+    assert [record.origin.client for record in records] == ["gateway"] * 3
+    assert asked == [("ipv4:127.0.0.1", gateway.port)]  # once for the connection, not for each call
+
+
+def test_the_gateway_s_port_refuses_processes_of_others(monkeypatch):
+    monkeypatch.setattr(grpc_server, "is_own_peer", lambda peer, port: False)
+    core, gateway = FakeCore(), FakeGateway()
+
+    async def test():
+        async with running_server(core, gateway=gateway), GimbalClient(f"127.0.0.1:{gateway.port}") as other:
+            for call in (collect(other), other.tokenizer(), other.engine.GetModelInfo(pb.GetModelInfoRequest())):
+                with pytest.raises((ClientError, grpc.aio.AioRpcError), match="own gateway"):
+                    await call
+
+    run(test, core)
+
+
+def test_a_gateway_that_cannot_run_ends_the_server():
+    core, gateway = FakeCore(), FakeGateway(OSError("no smg"))
+
+    async def test():
+        with pytest.raises(OSError, match="no smg"):
+            await serve(core, NO_FILES, NetworkConfig(port=0), asyncio.Event(), gateway=gateway)
+
+    run(test, core)
 
 
 def test_two_servers_do_not_share_a_port():
@@ -175,8 +385,8 @@ def test_two_servers_do_not_share_a_port():
 
     async def test():
         async with running_server(core) as (_, port, *_):
-            with pytest.raises(RuntimeError, match=str(port)):
-                await serve(core, NO_FILES, "127.0.0.1", port, asyncio.Event())
+            with pytest.raises(OSError, match=f"127.0.0.1:{port}: the port is taken"):
+                await serve(core, NO_FILES, NetworkConfig(port=port), asyncio.Event())
 
     run(test, core)
 

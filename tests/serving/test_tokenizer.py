@@ -35,11 +35,13 @@ def test_decoder_holds_back_unfinished_characters(tokenizer):
     pieces = [decode([id]) for id in tokenizer.encode("a🙂b")]
     assert pieces == ["a", "", "", "", "🙂", "b"]
     assert decode(tokenizer.encode("cd<|end|>")) == "cd"
+    assert tokenizer.decoder(skip_special_tokens=False)(tokenizer.encode("cd<|end|>")) == "cd<|end|>"
 
 
 def test_chat_template(tokenizer):
     messages = [{"role": "user", "content": "<hi> & 'bye'"}]
     assert tokenizer.render_chat(messages) == "<|start|>user: <hi> & 'bye'<|end|>\n<|start|>assistant:"
+    assert tokenizer.has_chat_template
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|start|>user: <hi> & 'bye'<|end|>\n"
 
 
@@ -58,7 +60,13 @@ def test_template_environment(tmp_path, template, rendered):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception('no system turn') }}", "{{ messages.__class__.__mro__ }}", "{{ missing.field }}"],
+    [
+        "{{ raise_exception('no system turn') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ missing.field }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+    ],
 )
 def test_template_refusals_are_value_errors(tmp_path, template):
     tokenizer = loaded(write_model_folder(tmp_path, chat_template=template))
@@ -84,6 +92,6 @@ def test_missing_files(tmp_path):
     write_model_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     tokenizer = loaded(tmp_path)
-    assert tokenizer.encode("a")
+    assert tokenizer.encode("a") and not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat([])

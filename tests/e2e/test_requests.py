@@ -1,0 +1,133 @@
+"""What a client can ask of one request, over real gRPC against the tiny model with a tokenizer of bytes."""
+
+import asyncio
+import contextlib
+import re
+
+import pytest
+from smg_grpc_proto import vllm_engine_pb2
+
+from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.model_files import load_model_files
+from gimbal_jax.serving.protos import text_pb2
+from gimbal_jax.serving.server import Server
+from tests.e2e.rig import CONFIG, MODEL, SOURCES
+from tests.serving.fake_server import running_server, until, write_model_folder
+
+PROMPT = "one,two,three"  # of bytes that are in the small vocabulary
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return load_model_files(write_model_folder(tmp_path_factory.mktemp("model")))
+
+
+@contextlib.asynccontextmanager
+async def serving(runner, files):
+    """The server and a client of it; at the end no page is taken."""
+    runner.take_counts()
+    server = Server(MODEL, CONFIG, runner)
+    server.start()
+    try:
+        async with asyncio.timeout(60), running_server(server, files) as (client, port, *_):
+            await until(lambda: server.state == "serving")
+            yield server, client, port
+            await until(lambda: free_pages(server) == CONFIG.engine.num_pages * SOURCES)
+    finally:
+        server.stop()
+
+
+def free_pages(server):
+    return sum(engine.free_pages for engine in server.engines)
+
+
+async def collect(client, prompt=PROMPT, **options):
+    """Text, tokens and log probabilities of each choice."""
+    outputs: dict[int, tuple[str, list[int], list[float]]] = {}
+    async for chunk in client.generate(prompt, ignore_eos=True, **{"max_tokens": 24, **options}):
+        text, tokens, logprobs = outputs.setdefault(chunk.index, ("", [], []))
+        logprobs += [entry.chosen for entry in chunk.logprobs]
+        outputs[chunk.index] = (text + chunk.text, [*tokens, *chunk.token_ids], logprobs)
+    return [outputs[index] for index in range(len(outputs))]
+
+
+def test_choices_stops_and_the_text_service(runner, files):
+    async def main():
+        async with serving(runner, files) as (_, client, _):
+            # Each choice is what a request of its own with its seed gives.
+            choices = await collect(client, seed=5, n=3)
+            assert choices == [(await collect(client, seed=5 + index))[0] for index in range(3)]
+            assert len({text for text, *_ in choices}) == 3
+
+            # A stop string cuts the text where it first stands, and the tokens after the one that completes it.
+            text, tokens, _ = choices[0]
+            stop = re.findall(r"[!-~]{2}", text)[-1]
+            [(cut, cut_tokens, _)] = await collect(client, seed=5, stop=[stop])
+            assert cut == text[: text.index(stop)]
+            assert cut_tokens == tokens[: len(cut_tokens)]
+            assert stop in files.tokenizer.decode(cut_tokens) and stop not in files.tokenizer.decode(cut_tokens[:-1])
+
+            params = vllm_engine_pb2.SamplingParams(
+                max_tokens=24, seed=5, n=3, ignore_eos=True, skip_special_tokens=True, temperature=1
+            )
+            texts = ["", "", ""]
+            async for response in client.text.Generate(text_pb2.TextRequest(text=PROMPT, sampling_params=params)):
+                texts[response.index] += response.text
+            assert texts == [text for text, *_ in choices]
+
+    asyncio.run(main())
+
+
+def test_prompt_logprobs_are_those_of_the_same_tokens_as_output(runner, files):
+    async def main():
+        async with serving(runner, files) as (_, client, _):
+            prompt = files.tokenizer.encode(PROMPT)
+            [(_, tokens, logprobs)] = await collect(client, temperature=0, logprobs=0)
+            chunks = client.generate(token_ids=prompt + tokens, max_tokens=1, prompt_logprobs=1)
+            first = await anext(chunks)
+            await chunks.aclose()
+            assert len(first.prompt_logprobs) == len(prompt) + len(tokens) - 1
+            again = first.prompt_logprobs[-len(tokens) :]
+            assert [entry.chosen for entry in again] == pytest.approx(logprobs, abs=1e-3)
+            assert [entry.top_ids[0] for entry in again] == tokens  # greedy
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "disconnect", "abort"])
+def test_whoever_leaves_frees_the_pages_within_a_step(runner, files, how):
+    async def main():
+        async with serving(runner, files) as (server, client, port):
+            cancelled, freed = [], []
+            cancel, tick = server.cancel, server.tick
+
+            def watched_cancel(request_id):
+                cancelled.append(server.status().step)
+                cancel(request_id)
+
+            def watched_tick(now):
+                tick(now)
+                if len(cancelled) == 2 and server.engines[0].free_pages == CONFIG.engine.num_pages:
+                    freed.append(server.status().step)
+
+            server.cancel, server.tick = watched_cancel, watched_tick
+            stays = asyncio.create_task(collect(client, max_tokens=80, engine=1))
+            async with GimbalClient(f"127.0.0.1:{port}") as leaver:
+                params = vllm_engine_pb2.SamplingParams(max_tokens=90, ignore_eos=True, n=2)
+                request = vllm_engine_pb2.GenerateRequest(
+                    request_id="leaves", text="a", stream=True, sampling_params=params, data_parallel_rank=0
+                )
+                call = leaver.engine.Generate(request, timeout=0.1 if how == "deadline" else None)
+                await call.read()
+                if how == "cancel":
+                    call.cancel()
+                elif how == "abort":
+                    await client.abort("leaves")
+                elif how == "deadline":
+                    await until(lambda: cancelled)
+            await until(lambda: freed)
+            assert freed[0] - cancelled[-1] <= 1
+            [(_, tokens, _)] = await stays
+            assert len(tokens) == 80
+
+    asyncio.run(main())
