@@ -96,11 +96,27 @@ def sum_S(terms: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(total)
 
 
-def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
-    """Algorithm 1: guard the KV cache, else balance a score in tokens; in turn where that says nothing.
+def gimbal_terms(
+    traces: Sequence[Trace], compensation_S: tuple[int, ...], config: DispatchConfig, token_budget: int
+) -> dict[str, tuple[float, ...]]:
+    """Summands of Gimbal's score, in tokens, from one trace of every engine (paper 4.2).
 
     The normalisation of the KV and expert terms is ours.
     """
+    kv_weight, moe_weight = config.lambda_kv * token_budget, config.lambda_moe * token_budget
+    pressure_S = [trace.expert_pressure for trace in traces]
+    mean = sum(pressure_S) / len(traces)
+    return {
+        "running_prefill": tuple([trace.running_prefill_tokens for trace in traces]),
+        "waiting_prefill": tuple([trace.waiting_prefill_tokens for trace in traces]),
+        "compensation": compensation_S,
+        "kv": tuple([kv_weight * trace.kv_use for trace in traces]),
+        "experts": tuple([moe_weight * (q / mean - 1) if q > mean else 0.0 for q in pressure_S]),
+    }
+
+
+def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
+    """Algorithm 1: guard the KV cache, else balance a score in tokens; in turn where that says nothing."""
     traces = [trace for trace in view.traces if trace is not None]
     if len(traces) < len(view.traces):
         return Decision(view.turn, "missing")
@@ -112,16 +128,7 @@ def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
     if fullest > config.high_kv and fullest - min(kv_S) > config.kv_gap:
         return Decision(least(kv_S, view.turn), "kv_guard", {"kv_use": kv_S})
 
-    kv_weight, moe_weight = config.lambda_kv * token_budget, config.lambda_moe * token_budget
-    pressure_S = [trace.expert_pressure for trace in traces]
-    mean = sum(pressure_S) / len(traces)
-    terms = {
-        "running_prefill": tuple([trace.running_prefill_tokens for trace in traces]),
-        "waiting_prefill": tuple([trace.waiting_prefill_tokens for trace in traces]),
-        "compensation": view.compensation_S,
-        "kv": tuple([kv_weight * kv for kv in kv_S]),
-        "experts": tuple([moe_weight * (q / mean - 1) if q > mean else 0.0 for q in pressure_S]),
-    }
+    terms = gimbal_terms(traces, view.compensation_S, config, token_budget)
     scores_S = sum_S(terms)
     if max(scores_S) - min(scores_S) <= config.close_scores * token_budget:
         return Decision(view.turn, "close", terms)

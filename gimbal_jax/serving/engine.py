@@ -20,6 +20,7 @@ from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.pages import PageAllocator
 from gimbal_jax.serving.plan import Chunk, NextToken, Plan
 from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.status import QueueHead
 
 
 def max_sequence_tokens(config: EngineConfig) -> int:
@@ -216,6 +217,13 @@ class Engine:
             waiting_tokens=waiting_tokens,
         )
 
+    def queue_head(self, now: float) -> QueueHead | None:
+        """The waiting request that would run first."""
+        first = min(self._waiting.values(), key=lambda sequence: self._waiting_key(sequence, now), default=None)
+        if first is None:
+            return None
+        return QueueHead(first.request.id, now - first.request.arrival, first.prefill_left)
+
     def _schedule_decode(self) -> tuple[Chunk, ...]:
         page_size, chunks = self._config.page_size, []
         for sequence in list(self._running.values()):
@@ -369,6 +377,8 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(request.id, tokens, start, pages, sampling=None)
     else:
         suppress = request.sampling.stop_token_ids if end < sequence.min_length else ()
+        if sequence.allowed is not None and _holds_only(suppress, sequence.allowed):
+            suppress = ()  # its grammar is complete: end tokens are all that it can go on with
         chunk = Chunk(request.id, tokens, start, pages, request.sampling, suppress)
         if request.sampling.penalises:
             chunk.history, chunk.prompt_tokens = sequence.tokens[:end], len(request.prompt)
@@ -377,3 +387,11 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     if wanted is not None and start + 1 < prompt_tokens == sequence.length:
         chunk.targets, chunk.target_logprobs = sequence.tokens[start + 1 : min(end + 1, prompt_tokens)], wanted
     return chunk
+
+
+def _holds_only(tokens: Iterable[int], allowed: np.ndarray) -> bool:
+    """Whether ``allowed`` (see ``Grammar``) has none but ``tokens``."""
+    others = allowed.view(np.uint32).copy()
+    for token in tokens:
+        others[token // 32] &= ~np.uint32(1 << token % 32)
+    return not others.any()

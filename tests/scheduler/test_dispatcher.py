@@ -54,6 +54,23 @@ def test_trap_2_late_traces_never_erase_compensation(order):
         assert latest is not None and latest.waiting_requests == newest
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5000)), max_size=20), st.integers(0, 12), st.integers(0, 12)
+)
+def test_compensation_after_traces_is_what_observing_them_leaves(requests, seen, before):
+    dispatcher = fresh(2)
+    for i, (engine, tokens) in enumerate(requests):
+        dispatcher.dispatch(f"r{i}", tokens, 0.0, engine=engine)
+    dispatcher.observe([trace(0, 0.5, seen=min(before, seen))])
+    dispatcher.finished("r1")
+    known = dispatcher.view(1.0)
+    traces = [trace(0, 1.0, seen=seen), trace(1, 1.0, seen=seen // 2)]
+    answer = dispatcher.compensation_after(traces)
+    assert dispatcher.compensation_after(()) == known.compensation_S == dispatcher.view(1.0).compensation_S
+    dispatcher.observe(traces)
+    assert answer == dispatcher.view(1.0).compensation_S
+
+
 def test_same_trace_again_keeps_the_picks():
     dispatcher = fresh(1, policy="vllm_classic")
     dispatcher.dispatch("a", 10, 0.0)

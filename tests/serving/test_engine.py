@@ -171,6 +171,19 @@ def test_a_grammar_follows_its_own_sequence():
     assert [result(outputs, name)[0] for name in "123"] == [(0, 1, 2, 3), (6, 6, 6, 6), (0, 1, 2, 3)]
 
 
+def test_min_tokens_yield_to_a_grammar_that_only_ends():
+    engine = Engine(0, CONFIG, FCFS)
+    asked = request("a", 3, max_tokens=4, min_tokens=2, stop_token_ids=(1, 2))
+    engine.add(dataclasses.replace(asked, grammar=Turns()))  # allows 0, then 1, 2 and 3
+    suppressed, outputs = [], []
+    while not engine.idle:
+        plan = engine.schedule(0.0)
+        suppressed.append(plan.chunks[0].suppress)
+        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+    assert suppressed == [(1, 2), (), ()]
+    assert result(outputs, "a") == ((0, 1), "stop")
+
+
 def test_a_grammar_that_fails_ends_its_own_request_alone():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(dataclasses.replace(request("bad", 3), grammar=Turns(broken=1)))

@@ -101,6 +101,7 @@ def test_what_the_user_did_not_ask_for_is_off():
         ({"level": "ERROR", "message": "request failed", "target": "smg::response"}, None),
         ({"level": "WARN", "message": "Step failed", "target": "wfaas::event", "will_retry": True}, None),
         ("Traceback (most recent call last):", "gateway: Traceback (most recent call last):"),
+        ({"level": "WARN", "message": "no", "target": "x", "model": "a\nb\x1b[2J"}, "gateway: warn: no model=a?b?[2J"),
         ("[1]", "gateway: [1]"),
         ("", None),
     ],

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -211,12 +212,30 @@ def test_a_token_that_is_not_allowed_raises():
 
 
 def test_a_dead_end_raises_instead_of_ending_the_output():
-    new_grammar = compiled(grammar='start: "x" A\nA: /a/ & /b/')
+    new_grammar = compiled(grammar=f'start: "{"x" * 20}" A\nA: /a/ & /b/')
     sequence, other = new_grammar(), new_grammar()
-    sequence.accept(TOKENIZER.token_to_id("x"))
+    for _ in range(20):
+        sequence.accept(TOKENIZER.token_to_id("x"))
     with pytest.raises(ValueError, match="no text goes on"):
         sequence.allowed()
     assert allowed_ids(other) == [TOKENIZER.token_to_id("x")]
+
+
+def test_the_model_chooses_the_tokens_of_a_text_that_must_come():
+    """Otherwise the library tokenizes all of it at every step: 0.1 s for these few bytes, with a large vocabulary."""
+    tokens = allowed_ids(grammar_of(regex="(the quick brown fox){100000}"))
+    assert {"t", "the"} <= {TOKENIZER.decode([token]) for token in tokens}
+
+
+def test_an_ambiguous_grammar_is_stopped_before_its_steps_take_long():
+    sequence, a, slowest = grammar_of(grammar='start: s\ns: s s s | s s | "a" | ""'), TOKENIZER.token_to_id("a"), 0.0
+    with pytest.raises(ValueError, match="items"):
+        for _ in range(100):
+            started = time.thread_time()
+            sequence.accept(a)
+            sequence.allowed()
+            slowest = max(slowest, time.thread_time() - started)
+    assert slowest < 0.5  # 0.02 here, seconds without the limit
 
 
 def test_a_request_that_reaches_a_limit_leaves_the_next_one_whole(monkeypatch):

@@ -357,12 +357,30 @@ def test_a_gateway_has_a_port_of_its_own_without_key_or_limit(tmp_path, monkeypa
     assert asked == [("ipv4:127.0.0.1", gateway.port)]  # once for the connection, not for each call
 
 
+def test_a_gateway_starts_when_the_server_has_warmed_up():
+    core, gateway = FakeCore(state="warming"), FakeGateway()
+
+    async def test():
+        async with running_server(core, gateway=gateway):
+            await asyncio.sleep(0.15)
+            assert not gateway.port
+            core.state = "serving"
+            await until(lambda: gateway.port)
+
+    run(test, core)
+
+
 def test_the_gateway_s_port_refuses_processes_of_others(monkeypatch):
     monkeypatch.setattr(grpc_server, "is_own_peer", lambda peer, port: False)
     core, gateway = FakeCore(), FakeGateway()
 
     async def test():
-        async with running_server(core, gateway=gateway), GimbalClient(f"127.0.0.1:{gateway.port}") as other:
+        async with running_server(core, gateway=gateway):
+            await until(lambda: gateway.port)
+            await refused_by(gateway.port)
+
+    async def refused_by(port):
+        async with GimbalClient(f"127.0.0.1:{port}") as other:
             for call in (collect(other), other.tokenizer(), other.engine.GetModelInfo(pb.GetModelInfoRequest())):
                 with pytest.raises((ClientError, grpc.aio.AioRpcError), match="own gateway"):
                     await call
