@@ -1,51 +1,57 @@
-"""The gRPC server of one process: engine protocol, control, health and reflection, from start to drain."""
+"""The gRPC server of one process: its services, who may call them, and its life from start to drain."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
+from gimbal_jax.config import NetworkConfig
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
-from gimbal_jax.serving import control_service, engine_service
+from gimbal_jax.serving import control_service, engine_service, text_service
+from gimbal_jax.serving.access import Access, OwnProcesses
+from gimbal_jax.serving.api_keys import load_keys
 from gimbal_jax.serving.frontend import Core, Frontend
-from gimbal_jax.serving.metrics import serve_metrics
+from gimbal_jax.serving.gateway import Gateway, is_own_peer
+from gimbal_jax.serving.grammar import Constraints
+from gimbal_jax.serving.live import LiveView
 from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.protos import control_pb2_grpc
+from gimbal_jax.serving.network import grpc_options, listen, warnings
+from gimbal_jax.serving.operators import serve_operators
+from gimbal_jax.serving.protos import control_pb2_grpc, text_pb2_grpc
+from gimbal_jax.serving.request_metrics import RequestHistograms
+from gimbal_jax.serving.request_record import RequestRecord
 
-SERVICES = (engine_service.SERVICE, control_service.SERVICE)
+SERVICES = (engine_service.SERVICE, text_service.SERVICE, control_service.SERVICE)
+LIMITED = (f"/{engine_service.SERVICE}/Generate", f"/{text_service.SERVICE}/Generate")
+"""Methods whose calls are a client's requests."""
 STATE_PERIOD_S = 0.05
 """The core's state is looked at this often."""
 CLOSE_S = 1.0
 """Time for the last messages to reach clients, after every request has ended."""
 
-OPTIONS: list[tuple[str, int]] = [
-    # Two servers on one port would share it silently.
-    ("grpc.so_reuseport", 0),
-    # Clients with long silent calls ping to keep them: by default the server answers that with GOAWAY too_many_pings.
-    ("grpc.http2.max_ping_strikes", 0),
-    # Find clients that vanished, so that their requests free their pages.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-]
+_log = logging.getLogger(__name__)
 
 
 async def serve(
     core: Core,
     files: ModelFiles,
-    host: str,
-    port: int,
+    network: NetworkConfig,
     stop: asyncio.Event,
     *,
     drain_timeout_s: float = 30.0,
-    metrics_port: int | None = None,
+    operators: tuple[str, int] | None = None,
+    observers: Sequence[Callable[[RequestRecord], None]] = (),
+    gateway: Gateway | None = None,
+    profiler: engine_service.Profiler | None = None,
     started: Callable[[int], None] = lambda port: None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
@@ -54,53 +60,120 @@ async def serve(
 ) -> None:
     """Serve until ``stop`` is set, then drain: new requests are refused, and the
     live ones have ``drain_timeout_s`` to end, after which they end with UNAVAILABLE.
+    When the core has failed all requests end so at once, and this returns by itself.
 
-    Port 0 takes a free one; ``started`` is told which. Health follows the core's
-    state, so the core may still be warming up. ``clock`` must be the core's own;
-    ``dispatch_policy`` may be yours, in place of the configured one.
-    Raises RuntimeError where the port is taken.
+    ``started`` is told the port when it is open. Health follows the core's state, so the core may still be
+    warming up, and the gateway's. ``operators`` is host and port of the operators' HTTP. ``observers`` get the
+    record of every request that ended, on the event loop. ``gateway`` runs meanwhile; clients use ``profiler``.
+    ``clock`` must be the core's own; ``dispatch_policy`` may be yours, in place of the configured one.
+    Raises ValueError where keys or certificates are no good, OSError where a port is taken.
     """
-    server = grpc.aio.server(options=OPTIONS)
-    port = server.add_insecure_port(f"{host}:{port}")
-    frontend = Frontend(core, clock, dispatch_policy)
+    keys = load_keys(network.api_keys) if network.api_keys is not None else None
+    access = Access(keys, LIMITED, network.max_streams_per_client, wall_clock)
+    server = grpc.aio.server(interceptors=(access,), options=grpc_options(network))
+    port = listen(server, network)
+    for warning in warnings(network):
+        _log.warning("%s", warning)
+
+    told = [*observers]
+    frontend = Frontend(core, clock, dispatch_policy, _tell(told))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    engine = engine_service.EngineService(frontend, files, new_seed, wall_clock)
+    constraints = None
+    if files.tokenizer is not None:
+        constraints = Constraints(files.tokenizer.json, core.model.vocab_size, core.model.eos_token_ids)
+    engine = engine_service.EngineService(frontend, files, new_seed, wall_clock, constraints, profiler)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
+    text = text_service.TextService(frontend, files, new_seed, constraints)
+    text_pb2_grpc.add_TextServicer_to_server(text, server)
     control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(frontend), server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    servers = [server]
+
+    def ready() -> bool:
+        return core.state == "serving" and not stop.is_set() and (gateway is None or gateway.ready)
 
     with contextlib.ExitStack() as stack:
         stack.callback(frontend.close)
-        if metrics_port is not None:
-            stack.enter_context(serve_metrics(core, frontend, metrics_port))
-        await _set_health(health_servicer, core.state == "serving")
-        await server.start()
-        started(port)
+        if operators is not None:
+            live, histograms = LiveView(frontend, files.name), RequestHistograms(core.config)
+            told += [live.observe, histograms.observe]
+            stack.enter_context(serve_operators(frontend, live, histograms, *operators, ready))
+        await _set_health(health_servicer, ready())
+        follow = _follow_core(core, frontend, health_servicer, ready)
+        tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(follow)]
         try:
-            async with asyncio.TaskGroup() as group:
-                follower = group.create_task(_follow_state(core, frontend, health_servicer))
-                await stop.wait()
-                await health_servicer.enter_graceful_shutdown()
-                frontend.refuse("the server is draining")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(frontend.idle.wait(), drain_timeout_s)
-                follower.cancel()
+            if gateway is not None:
+                own_server, own_port = _server_of_gateway(engine, network, clock)
+                servers.append(own_server)
+                await own_server.start()
+                tasks.append(asyncio.create_task(_run_gateway(gateway, own_port, core)))
+            await server.start()
+            started(port)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what went wrong
+            await health_servicer.enter_graceful_shutdown()
+            frontend.refuse("the server is draining")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(frontend.idle.wait(), drain_timeout_s)
         finally:
             frontend.end_all("the server stopped before the request ended")
-            await server.stop(CLOSE_S)
+            await _end(tasks)
+            await asyncio.gather(*(server.stop(CLOSE_S) for server in servers))
 
 
-async def _follow_state(core: Core, frontend: Frontend, servicer: health.aio.HealthServicer) -> None:
-    """Health shows the core's state; when the core has failed, no stream waits for ever."""
-    while True:
-        await _set_health(servicer, core.state == "serving")
-        if core.state in ("failed", "stopped"):
-            frontend.end_all(f"the engine has {core.state}")
+def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[RequestRecord], None]:
+    """Tells all observers; requests go on whatever these do. Of each that fails the first failure is logged."""
+    failed = set()
+
+    def tell(record: RequestRecord) -> None:
+        for index, observe in enumerate(observers):
+            try:
+                observe(record)
+            except Exception:
+                if index not in failed:
+                    _log.exception("an observer of ended requests failed; later failures of it are not logged")
+                failed.add(index)
+
+    return tell
+
+
+async def _run_gateway(gateway: Gateway, port: int, core: Core) -> None:
+    """From the end of warm-up: a gateway that saw its server not healthy would believe it for a while."""
+    while core.state == "warming":
         await asyncio.sleep(STATE_PERIOD_S)
+    await gateway.run(port)
+
+
+def _server_of_gateway(
+    engine: engine_service.EngineService, network: NetworkConfig, clock: Callable[[], float]
+) -> tuple[grpc.aio.Server, int]:
+    """A plain port on loopback for our own gateway alone, which can neither send a key nor speak TLS."""
+    access = OwnProcesses(lambda peer: is_own_peer(peer, port), clock)
+    server = grpc.aio.server(interceptors=(access,), options=grpc_options(network))
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    return server, port
+
+
+async def _follow_core(
+    core: Core, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
+) -> None:
+    """Health shows whether the server is ready. Returns when the core has ended, and then no stream waits for ever."""
+    while core.state not in ("failed", "stopped"):
+        await _set_health(servicer, ready())
+        await asyncio.sleep(STATE_PERIOD_S)
+    frontend.end_all(f"the engine has {core.state}")
 
 
 async def _set_health(servicer: health.aio.HealthServicer, serving: bool) -> None:
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     for service in ("", *SERVICES):
         await servicer.set(service, status)
+
+
+async def _end(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """The gateway's arguments, keys, log and checks; the real one runs in tests/e2e/test_gateway.py."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gimbal_jax.serving import gateway
 from gimbal_jax.serving.gateway import (
     GatewayConfig,
     check_gateway,
@@ -166,6 +166,6 @@ def test_what_could_not_start_is_said_before(monkeypatch, model, tmp_path_factor
     bare = tmp_path_factory.mktemp("bare")
     with pytest.raises(ValueError, match=f"{bare} has no tokenizer.json"):
         check_gateway(GatewayConfig(bare, port))
-    monkeypatch.setattr(gateway.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'gimbal-jax\[gateway\]'"):
         check_gateway(GatewayConfig(model, port))
