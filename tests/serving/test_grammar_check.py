@@ -1,6 +1,7 @@
 import json
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,9 @@ def test_a_failure_of_the_check_itself_is_not_the_clients(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="check of a grammar failed"):
         checked("regex", "a")
+
+
+def test_nor_is_an_error_within_it():
+    no_text: Any = 5
+    with pytest.raises(RuntimeError, match="IndexError"):
+        checked("regex", no_text)
