@@ -32,7 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from gimbal_jax.model.demo_model import write_demo_model
-from gimbal_jax.serving.client import OPTIONS, GimbalClient
+from gimbal_jax.serving.client import GimbalClient
 from scripts.checked_streams import TIE, Call, Sample, make_calls, one, quiet_answers, sample, settled
 from scripts.fuzz_requests import HOSTILE, RARE, TIMEOUT_S, Answer, Send, Target
 from scripts.server_process import free_port, running_server
@@ -73,7 +73,7 @@ async def fuzz(requests: int, seed: int) -> bool:
     options = (*SERVER, "--operators-port", str(operators_port), "--http-port", str(http_port))
     async with running_server(MODEL, options, OUT / "server.log") as server:
         host, _, port = server.target.rpartition(":")
-        async with GimbalClient(server.target) as client, grpc.aio.insecure_channel(server.target, OPTIONS) as channel:
+        async with GimbalClient(server.target) as client, grpc.aio.insecure_channel(server.target) as channel:
             target = Target(channel, host, int(port), operators_port, http_port, MODEL.name)
             calls = await quiet_answers(client, make_calls(MODEL, GOOD_REQUESTS, np.random.default_rng(seed)), console)
             await settled(client)
@@ -122,7 +122,7 @@ async def answer_of(send: Send, target: Target) -> Answer:
         async with asyncio.timeout(4 * TIMEOUT_S):
             return await send(target)
     except Exception as error:
-        return Answer("no answer", type(error).__name__, f"{type(error).__name__}: {error}")
+        return Answer("no answer", type(error).__name__, f"{send.__qualname__}: {type(error).__name__}: {error}")
 
 
 async def keep_asking(client: GimbalClient, calls: list[Call], result: Fuzz) -> None:

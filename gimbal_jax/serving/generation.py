@@ -87,7 +87,15 @@ def parse_generate(request: pb.GenerateRequest, limits: Limits) -> Generation:
         return parse_prompt(request, "tokenized.input_ids", prompt, limits)
     if limits.tokenizer is None:
         raise InvalidField("text must be empty, since the model has no tokenizer: send tokenized.input_ids")
+    check_length("text", request.text, request.sampling_params, limits.tokenizer, limits)
     return parse_prompt(request, "text", limits.tokenizer.encode(request.text), limits)
+
+
+def check_length(field: str, text: str, params: pb.SamplingParams, tokenizer: Tokenizer, limits: Limits) -> None:
+    """Refuse a text that is far too long before it is tokenized, which would take seconds."""
+    limit = max_prompt_tokens(limits.config.engine)
+    too_long = tokenizer.surely_exceeds(text, limit) and not params.HasField("truncate_prompt_tokens")
+    require(not too_long, field, f"hold at most {limit} tokens", f"{len(text)} characters")
 
 
 def is_slow(request: pb.GenerateRequest) -> bool:

@@ -29,6 +29,7 @@ from gimbal_jax.serving.operators import serve_operators
 from gimbal_jax.serving.protos import control_pb2_grpc, text_pb2_grpc
 from gimbal_jax.serving.request_metrics import RequestHistograms
 from gimbal_jax.serving.request_record import RequestRecord
+from gimbal_jax.serving.well_formed import WellFormed
 
 SERVICES = (engine_service.SERVICE, text_service.SERVICE, control_service.SERVICE)
 LIMITED = (f"/{engine_service.SERVICE}/Generate", f"/{text_service.SERVICE}/Generate")
@@ -70,7 +71,7 @@ async def serve(
     """
     keys = load_keys(network.api_keys) if network.api_keys is not None else None
     access = Access(keys, LIMITED, network.max_streams_per_client, wall_clock)
-    server = grpc.aio.server(interceptors=(access,), options=grpc_options(network))
+    server = grpc.aio.server(interceptors=(access, WellFormed()), options=grpc_options(network))
     port = listen(server, network)
     for warning in warnings(network):
         _log.warning("%s", warning)

@@ -16,7 +16,7 @@ from gimbal_jax.serving.access import origin_of
 from gimbal_jax.serving.calls import Context, answering, input_logprobs, output_logprobs
 from gimbal_jax.serving.choices import Piece, run_choices
 from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.generation import Constraints, Generation, Limits, parse_prompt
+from gimbal_jax.serving.generation import Constraints, Generation, Limits, check_length, parse_prompt
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.protos import text_pb2 as pb
 from gimbal_jax.serving.protos import text_pb2_grpc as pb_grpc
@@ -69,13 +69,16 @@ class TextService(pb_grpc.TextServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         async with answering(context):
             tokenizer = _need_tokenizer(self._tokenizer)
-            prompt = await asyncio.to_thread(_encode, request, tokenizer)
-            return pb.CountTokensResponse(tokens=len(prompt))
+            tokens = await asyncio.to_thread(lambda: len(tokenizer.encode(_text_of(request, tokenizer))))
+            return pb.CountTokensResponse(tokens=tokens)
 
 
 def parse_text(request: pb.TextRequest, tokenizer: Tokenizer, limits: Limits) -> Generation:
     """Check every field. Slow. Raises InvalidField, Unsupported or Precondition."""
-    return parse_prompt(request, request.WhichOneof("prompt") or "text", _encode(request, tokenizer), limits)
+    field = request.WhichOneof("prompt") or "text"
+    text = _text_of(request, tokenizer)
+    check_length(field, text, request.sampling_params, tokenizer, limits)
+    return parse_prompt(request, field, tokenizer.encode(text), limits)
 
 
 def _need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -85,9 +88,8 @@ def _need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _encode(request: pb.TextRequest | pb.CountTokensRequest, tokenizer: Tokenizer) -> list[int]:
-    is_chat = request.WhichOneof("prompt") == "chat"
-    return tokenizer.encode(_render(request.chat, tokenizer) if is_chat else request.text)
+def _text_of(request: pb.TextRequest | pb.CountTokensRequest, tokenizer: Tokenizer) -> str:
+    return _render(request.chat, tokenizer) if request.WhichOneof("prompt") == "chat" else request.text
 
 
 def _render(chat: pb.Chat, tokenizer: Tokenizer) -> str:

@@ -28,12 +28,20 @@ class Tokenizer:
         """What it was made from, for libraries that read it themselves."""
         with _wrong_in("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.json)
+            self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         with _wrong_in("tokenizer_config.json"):
             config = json.loads(files.get("tokenizer_config.json", "{}"))
             template = files.get("chat_template.jinja") or _default_template(config.get("chat_template"))
             self._special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         with _wrong_in("chat_template.jinja" if "chat_template.jinja" in files else "tokenizer_config.json"):
             self._template = _compile(template) if template else None
+
+    def surely_exceeds(self, text: str, tokens: int) -> bool:
+        """True for a text so long that it must have more tokens, known without counting them.
+
+        No token stands for more characters than the longest one has; normalisation may at most halve them (ours).
+        """
+        return len(text) > 2 * self._longest * tokens
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

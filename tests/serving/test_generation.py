@@ -33,6 +33,10 @@ LIMIT = 63  # max_model_len 64, one place left for a new token
 class Tokens:
     """A tokenizer with a token for each character."""
 
+    @staticmethod
+    def surely_exceeds(text, tokens):
+        return len(text) > 2 * tokens
+
     def encode(self, text):
         return [ord(char) for char in text]
 
@@ -344,6 +348,20 @@ def test_any_request_is_refused_clearly_or_safe_to_run(**fields):
     assert all(parsed.stops)
     assert len(sampling.stop_token_ids) <= MAX_STOP_IDS
     assert (299 in sampling.stop_token_ids) or fields["ignore_eos"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+    class Slow(Tokens):
+        def encode(self, text):
+            raise AssertionError("it would take seconds")
+
+    with pytest.raises(InvalidField, match=f"text must hold at most {LIMIT} tokens, got 100000 characters"):
+        parse(text="x" * 100_000, tokenizer=Slow())
+
+
+@given(st.text(max_size=300))
+def test_no_text_that_fits_is_taken_for_too_long(tokenizer, text):
+    assert not tokenizer.surely_exceeds(text, len(tokenizer.encode(text)))
 
 
 @given(st.binary(max_size=200))
