@@ -28,7 +28,7 @@ def axes_of(source: str) -> set[str]:
         name
         for node in ast.walk(ast.parse(source))
         for attribute in ("id", "arg", "attr", "name")
-        if isinstance(name := getattr(node, attribute, None), str)
+        if isinstance(name := getattr(node, attribute, None), str) and not name.startswith("do_")  # http.server's
     }
     suffixes = [match[1] for name in names if (match := re.fullmatch(r"[a-z0-9_]+_((?:\d?[A-Z]|\d?[a-z]|\d)+)", name))]
     return {axis for s in suffixes if re.search("[A-Z]", s) for axis in re.findall(r"\d?[A-Za-z]|\d", s)}

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,8 @@ import typer
 from flax import nnx
 from typer.testing import CliRunner, Result
 
-from gimbal_jax import cli
 from gimbal_jax.cli import app
-from gimbal_jax.config import GPU_ENGINE, EngineConfig, MeshConfig
+from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
@@ -24,7 +22,7 @@ from tests.serving.fake_server import FakeCore, running_server
 
 GOLDENS = Path(__file__).parent / "goldens"
 BASE = GOLDENS / "base"
-COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh", "simulate")
+COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh", "simulate", "top")
 
 
 def gimbal(*arguments: object) -> Result:
@@ -115,8 +113,10 @@ ERRORS = {
     "devices": (("serve", BASE, "--devices", "tpu"), "--devices tpu: must be auto, gpu, cpu or cpu:N"),
     "device count": (("serve", BASE, "--devices", "cpu:x"), "--devices cpu:x: must be auto, gpu, cpu or cpu:N"),
     "devices of convert": (("convert", BASE, "{tmp}/new", "--devices", "gpu:2"), "--devices gpu:2: must be"),
-    "missing folder": (("serve", "{tmp}/none"), "{tmp}/none holds no config.json"),
-    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none holds no config.json"),
+    "missing folder": (("serve", "{tmp}/none"), "{tmp}/none is no folder, and no hub id"),
+    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none is no folder, and no hub id"),
+    "empty folder": (("serve", "{tmp}"), "{tmp} holds no config.json"),
+    "revision of a folder": (("serve", BASE, "--revision", "v1"), "is a folder, which has no revision v1"),
     "too few devices": (("serve", BASE, "--dp", 4, "--tp", 2), "dp * tp = 8 devices are needed and there are 4"),
     "heads": (
         ("serve", BASE, "--tp", 3),
@@ -143,7 +143,7 @@ ERRORS = {
     ),
     "dump folder": (("serve", BASE, "--dump-counts", BASE / "config.json"), "config.json"),
     "no server": (("counts", "--target", "127.0.0.1:1", "{tmp}/new"), "127.0.0.1:1: "),
-    "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] holds no config.json"),
+    "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] is no folder"),
 }
 
 
@@ -159,7 +159,7 @@ def test_errors_are_one_line_with_exit_code_2(tmp_path, converted, arguments, me
     assert result.exit_code == 2
     *progress, last = result.stderr.splitlines()
     assert last.startswith("error: ") and filled(message) in last
-    assert not [line for line in progress if line.strip() and not line.startswith("loading")]
+    assert not [line for line in progress if line.strip() and not line.startswith(("fetching", "loading"))]
     assert result.stdout == ""
     assert not (tmp_path / "new").exists()
 
@@ -173,21 +173,3 @@ def test_usage_errors_have_exit_code_2(arguments):
     result = gimbal(*arguments)
     assert result.exit_code == 2
     assert "Usage: " in result.stderr
-
-
-@pytest.mark.parametrize(("platform", "default"), [("cpu", EngineConfig()), ("gpu", GPU_ENGINE)])
-def test_limits_of_engines_follow_the_device_where_the_user_says_nothing(monkeypatch, platform, default):
-    served = []
-
-    async def record(model, config, settings, *rest, **more):
-        served.append(settings.engine)
-        return 0
-
-    monkeypatch.setattr(cli, "_set_up_devices", lambda *options: [SimpleNamespace(platform=platform)])
-    monkeypatch.setattr(cli, "_serve", record)
-    result = CliRunner().invoke(app, ["serve", str(BASE), "--max-rows", "7"])
-    assert result.exit_code == 0, result.output
-    (engine,) = served
-    assert engine.max_rows == 7
-    for limit in ("page_size", "token_budget", "tile"):
-        assert getattr(engine, limit) == getattr(default, limit)

@@ -11,7 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in requirements}
+    return {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in requirements} - {PROJECT["name"]}
 
 
 def test_every_dependency_is_explained():

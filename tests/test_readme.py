@@ -1,4 +1,4 @@
-"""README.md is true: its Python runs and prints what it says, its commands parse, its names exist."""
+"""README.md and docs/serving.md are true: its Python runs and prints what it says, its commands parse, its names exist."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from tests.serving.fake_server import FakeCore
 
 ROOT = Path(gimbal_jax.__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+SERVING = (ROOT / "docs" / "serving.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 # A block that needs no server is followed by what it prints.
@@ -30,7 +31,11 @@ PRINTING = [
     for (language, code), (follower, output) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True)
     if (language, follower) == ("python", "text")
 ]
-SHELL = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+SHELL = [
+    line
+    for text in re.findall(r"^```sh\n(.*?)^```$", README + SERVING, re.MULTILINE | re.DOTALL)
+    for line in text.splitlines()
+]
 GIMBAL = typer.main.get_command(app)
 
 
@@ -66,7 +71,7 @@ def test_commands_parse(line: str):
 
 def test_flags_exist():
     flags = {flag for command in commands(GIMBAL) for parameter in command.params for flag in parameter.opts}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", README + SERVING))
     assert "--dp" in named
     assert named <= flags | {"--help"}
 
@@ -88,6 +93,6 @@ def test_metrics_exist():
         return list(ServerCollector(Frontend(core, time.monotonic), RequestHistograms(core.config)).collect())
 
     names = {family.name + "_total" * (family.type == "counter") for family in asyncio.run(families())}
-    named = set(re.findall(r"`(gimbal_[a-z_]+)`", README)) - {"gimbal_jax", *get_args(PlacementPolicy)}
+    named = set(re.findall(r"`(gimbal_[a-z_]+)`", README + SERVING)) - {"gimbal_jax", *get_args(PlacementPolicy)}
     assert "gimbal_remote_share" in named
     assert named <= names
