@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax import cli
 from gimbal_jax.scheduler.counts_file import load_counts, save_placement
+from gimbal_jax.serve_cli import Checkpoint, serve_checkpoint
+from gimbal_jax.serve_options import ServeOptions
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError, Unavailable
 from tests.e2e.rig import CONFIG, FOLDER, LAYERS, MODEL, TOP_K
@@ -168,10 +169,13 @@ def test_engine_failure_ends_the_streams_and_the_process_with_an_error(monkeypat
         port = probe.getsockname()[1]
 
     async def main():
-        address, saved = ("127.0.0.1", port, None), tmp_path / "saved"
-        paths = cli._Files(placement=None, dump_counts=None, save=saved)
-        served = asyncio.create_task(cli._serve(FOLDER, MODEL, CONFIG, jax.devices(), "float32", address, END_S, paths))
-        while True:  # a new connection each time: a refused one waits before it tries again
+        saved = tmp_path / "saved"
+        options = ServeOptions(port=port, save=saved, num_pages=1, drain_timeout=END_S)
+        served = asyncio.create_task(
+            serve_checkpoint(Checkpoint(FOLDER, "base", MODEL), CONFIG, options, jax.devices())
+        )
+        end = "it never served"
+        while not served.done():  # a new connection each time: a refused one waits before it tries again
             async with GimbalClient(f"127.0.0.1:{port}") as client:
                 with contextlib.suppress(Unavailable):
                     if await client.is_serving():

@@ -1,0 +1,55 @@
+"""jax's devices as the user names them, and weights on a mesh of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gimbal_jax.config import MEMORY_UTILISATION, MeshConfig, ModelConfig
+from gimbal_jax.terminal import progress_bar
+
+if TYPE_CHECKING:
+    import jax
+
+DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
+DTYPE_HELP = "Type of weights and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere."
+
+
+def set_up_devices(
+    devices: str, mesh: MeshConfig, compile_cache: Path | None = None, memory_utilisation: float = MEMORY_UTILISATION
+) -> list[jax.Device]:
+    """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax."""
+    import jax
+
+    platform, _, count = devices.partition(":")
+    if platform not in ("auto", "gpu", "cpu") or (count and (platform != "cpu" or not count.isdigit())):
+        raise ValueError(f"--devices {devices}: must be auto, gpu, cpu or cpu:N")
+    if platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda", "cpu": "cpu"}[platform])
+    if count:
+        jax.config.update("jax_num_cpu_devices", int(count))
+    # Only GPUs heed this. jax takes their memory at once when it starts, and would take a share of its own choice.
+    jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": memory_utilisation})
+    if compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(compile_cache.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    try:
+        available = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # without a plugin for the platform jax asserts
+        raise ValueError(f"--devices {devices}: jax finds none of them") from error
+    if len(available) < mesh.ranks:
+        wanted = f"dp * tp = {mesh.ranks} devices are needed and there are {len(available)} ({available[0].platform})"
+        raise ValueError(f"{wanted}; for virtual CPU devices: --devices cpu:{mesh.ranks}")
+    return available
+
+
+def load_on_mesh(
+    folder: Path, model: ModelConfig, mesh_config: MeshConfig, devices: list[jax.Device], dtype: str
+) -> tuple[Any, Any, jax.sharding.Mesh]:
+    """(weights, slot_of_expert_LE, mesh) with a progress bar."""
+    from gimbal_jax.model.loading import load_weights
+    from gimbal_jax.model.sharding import make_mesh
+
+    mesh = make_mesh(mesh_config, devices)
+    with progress_bar("loading") as progress:
+        return *load_weights(folder, model, mesh, dtype, progress), mesh

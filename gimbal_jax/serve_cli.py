@@ -1,0 +1,283 @@
+"""The ``gimbal serve`` command: from its options to a server that has drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.text import Text
+
+from gimbal_jax.config import (
+    GPU_ENGINE,
+    DispatchConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelConfig,
+    NetworkConfig,
+    PlacementConfig,
+    QueueConfig,
+    ServerConfig,
+)
+from gimbal_jax.devices import load_on_mesh, set_up_devices
+from gimbal_jax.serve_config import takes_serve_options
+from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
+from gimbal_jax.terminal import console, errors_said, progress_bar
+
+if TYPE_CHECKING:
+    import jax
+
+    from gimbal_jax.serving.gateway_config import GatewayConfig
+    from gimbal_jax.serving.request_record import RequestRecord
+    from gimbal_jax.serving.server import Server
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The model to serve."""
+
+    folder: Path
+    name: str
+    """For clients."""
+    config: ModelConfig
+    """With the type that weights get on these devices."""
+
+
+@takes_serve_options
+def serve(options: ServeOptions) -> None:
+    """Serve MODEL over gRPC, and over OpenAI's HTTP API with --http-port."""
+    if options.model is None:
+        raise typer.BadParameter("give a folder or a hub id, here or as `model` in --config", param_hint="MODEL")
+    # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with errors_said():
+        mesh = MeshConfig(options.dp, options.tp)
+        devices = set_up_devices(options.devices, mesh, options.compile_cache, options.memory_utilisation)
+        checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")
+        config = server_config(options, checkpoint.config, on_gpu=devices[0].platform == "gpu")
+        code = asyncio.run(serve_checkpoint(checkpoint, config, options, devices))
+    raise typer.Exit(code)
+
+
+def find_checkpoint(options: ServeOptions, *, on_cpu: bool) -> Checkpoint:
+    """The folder or hub id of the options; raises ValueError where it is none, or not a model that we serve."""
+    from gimbal_jax.model.hf_config import load_config
+
+    assert options.model is not None
+    folder = fetch_checkpoint(options.model, options.revision)
+    config = load_config(folder)
+    dtype = options.dtype if options.dtype != "auto" else "float32" if on_cpu else config.dtype
+    name = options.served_model_name or (folder.resolve().name if Path(options.model).is_dir() else options.model)
+    return Checkpoint(folder, name, replace(config, dtype=dtype))
+
+
+def fetch_checkpoint(model: str, revision: str | None) -> Path:
+    """Folder of a checkpoint, fetched from the hub if it is no folder; raises ValueError or OSError."""
+    from gimbal_jax.model.hub import resolve_model
+
+    if Path(model).is_dir():
+        return resolve_model(model, revision)  # at once, without a progress bar
+    with progress_bar("fetching") as progress:
+        return resolve_model(model, revision, progress)
+
+
+def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) -> ServerConfig:
+    """Limits that the user left open are those of the kind of device; raises ValueError for one that cannot be."""
+    if options.max_model_len and options.max_model_len > model.max_position:
+        raise ValueError(
+            f"--max-model-len {options.max_model_len} is beyond the model's {model.max_position} positions"
+        )
+    names = ("page_size", "num_pages", "max_rows", "token_budget", "tile")
+    return ServerConfig(
+        MeshConfig(options.dp, options.tp),
+        replace(
+            GPU_ENGINE if on_gpu else EngineConfig(),
+            max_model_len=min(model.max_position, options.max_model_len or DEFAULT_MODEL_LEN),
+            max_queue=options.max_queue,
+            exchange=options.exchange,
+            **{name: value for name in names if (value := getattr(options, name)) is not None},
+        ),
+        DispatchConfig(policy=options.dispatch),
+        QueueConfig(policy=options.queue),
+        PlacementConfig(
+            policy=options.placement,
+            window_steps=options.window_steps,
+            min_gain=options.min_gain,
+            smoothing=options.smoothing,
+        ),
+    )
+
+
+def network_config(options: ServeOptions) -> NetworkConfig:
+    """The fields of the same names."""
+    names = (field.name for field in dataclasses.fields(NetworkConfig))
+    return NetworkConfig(**{name: getattr(options, name) for name in names})
+
+
+def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) -> GatewayConfig | None:
+    """None without --http-port. Raises ValueError where HTTP would let in whom gRPC does not."""
+    from gimbal_jax.serving.gateway_config import GatewayConfig, load_http_keys
+
+    if options.http_port is None:
+        return None
+    if options.http_api_key_file is None and (options.api_keys or options.tls_client_ca):
+        raise ValueError("--http-port with --api-keys or --tls-client-ca needs --http-api-key-file: HTTP would be open")
+    traces = options.otlp_traces_endpoint or ""
+    return GatewayConfig(
+        model=folder.resolve(),
+        port=options.http_port,
+        host=options.http_host,
+        keys=load_http_keys(options.http_api_key_file) if options.http_api_key_file else (),
+        cors_origins=options.cors_origin,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        max_payload_mib=options.max_message_mib,
+        # What the engines can hold: they would refuse more.
+        max_requests=config.mesh.dp * (config.engine.max_rows + config.engine.max_queue),
+        # smg sends spans in plain text only, and wants the address without http://.
+        traces_endpoint=traces.removeprefix("http://") if traces.startswith("http://") else None,
+    )
+
+
+async def serve_checkpoint(
+    checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions, devices: list[jax.Device]
+) -> int:
+    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
+    from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
+    from gimbal_jax.model.sharding import check_mesh
+    from gimbal_jax.model.step import check_kernels
+    from gimbal_jax.pallas_kernels import backend_of
+    from gimbal_jax.scheduler.counts_file import load_placement_of
+    from gimbal_jax.serving.batch import step_buckets
+    from gimbal_jax.serving.counts_dump import CountsDump
+    from gimbal_jax.serving.device_runner import DeviceRunner
+    from gimbal_jax.serving.engine import check_limits
+    from gimbal_jax.serving.gateway import Gateway
+    from gimbal_jax.serving.gateway_config import check_gateway
+    from gimbal_jax.serving.grpc_server import serve as serve_grpc
+    from gimbal_jax.serving.kv_pool import size_kv_pool
+    from gimbal_jax.serving.model_files import load_model_files
+    from gimbal_jax.serving.network import check_network
+    from gimbal_jax.serving.rebalance import move_to
+    from gimbal_jax.serving.server import Server
+
+    # Everything that can be refused is refused before the weights are read.
+    model, network = checkpoint.config, network_config(options)
+    if options.save is not None:
+        check_target(options.save)
+    check_network(network)
+    check_mesh(model, config.mesh)
+    check_limits(config.engine)
+    step_buckets(config.engine, config.mesh.tp)
+    check_kernels(model, config.engine, config.mesh.tp, model.dtype, backend_of(devices[0]))
+    start_LE = load_placement_of(options.placement_file, model, config.mesh) if options.placement_file else None
+    files = load_model_files(checkpoint.folder, checkpoint.name)
+    dump = None
+    if options.dump_counts is not None:
+        meta = {"model": checkpoint.folder.name, "policy": config.placement.policy, "ranks": config.mesh.ranks}
+        dump = CountsDump(options.dump_counts, time.strftime("%Y%m%d-%H%M%S"), meta)
+    profiler = None
+    if options.profile_dir is not None:
+        from gimbal_jax.serving.profiler import Profiler
+
+        profiler = Profiler(options.profile_dir)
+    gateway = None
+    if (http := gateway_config(options, checkpoint.folder, config)) is not None:
+        check_gateway(http)
+        gateway = Gateway(http, console.print)
+    with contextlib.ExitStack() as stack:
+        observers = _observers(options, checkpoint.name, stack)
+        if options.num_pages is None:
+            config, said = size_kv_pool(model, config, devices[0])
+            console.print(said)
+        weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.dtype)
+        runner = DeviceRunner(model, config, mesh, weights, slots, model.dtype)
+        server = Server(model, config, runner, dump=dump)
+
+        def warm_up() -> None:
+            with progress_bar("compiling") as progress:
+
+                def unless_draining(done: int, total: int) -> None:
+                    server.check_warming()
+                    progress(done, total)
+
+                runner.warm_up(unless_draining)
+            if start_LE is not None:
+                move_to(runner, start_LE, config)
+            if server.state == "warming":  # not draining already
+                console.print("serving")
+
+        stop = asyncio.Event()
+        _drain_on_signals(server, stop)
+        loop = asyncio.get_running_loop()
+
+        def started(port: int) -> None:
+            console.print(f"listening on {network.host}:{port}")
+            server.start(warm_up, on_end=lambda: loop.call_soon_threadsafe(stop.set))
+
+        try:
+            await serve_grpc(
+                server,
+                files,
+                network,
+                stop,
+                drain_timeout_s=options.drain_timeout,
+                operators=None if options.operators_port is None else (options.operators_host, options.operators_port),
+                observers=observers,
+                gateway=gateway,
+                profiler=profiler,
+                started=started,
+            )
+        finally:
+            await asyncio.to_thread(server.stop)
+    if server.state == "failed":
+        console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
+        return 1
+    if options.save is not None:
+        with console.status("writing the checkpoint"):
+            save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
+    return 0
+
+
+def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:
+    """The first signal drains; a second one ends the process as if nothing heeded it."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+
+    def drain() -> None:
+        console.print("draining")
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        server.drain()
+        stop.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, drain)
+
+
+def _observers(options: ServeOptions, name: str, stack: contextlib.ExitStack) -> list[Callable[[RequestRecord], None]]:
+    """Who hears of requests that ended; the stack closes them."""
+    observers: list[Callable[[RequestRecord], None]] = []
+    if options.log_format != "off":
+        from gimbal_jax.serving.request_log import RequestLog
+
+        log = RequestLog(sys.stdout, options.log_format, time.time)
+        observers.append(stack.enter_context(contextlib.closing(log)))
+    if options.otlp_traces_endpoint is not None:
+        from gimbal_jax.serving.tracing import tracer
+
+        try:
+            spans = tracer(options.otlp_traces_endpoint, name)
+        except ImportError as error:
+            raise ValueError(f"--otlp-traces-endpoint: {error}") from error
+        observers.append(stack.enter_context(contextlib.closing(spans)))
+    return observers
