@@ -1,4 +1,4 @@
-"""README.md and docs/serving.md are true: its Python runs and prints what it says, its commands parse, its names exist."""
+"""README.md and docs/serving.md are true: the Python runs and prints what they say, commands parse, names exist."""
 
 import asyncio
 import contextlib

@@ -46,9 +46,10 @@ class Terminal:
         self.screen, inside = pty.openpty()
         self.resize(columns, lines)
         command = [sys.executable, "-c", PROGRAM, *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm-256color"}
-        )
+        # A size in the environment would hide that of the terminal.
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environment["TERM"] = "xterm-256color"
+        self.process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment)
         os.close(inside)
         self.text = ""
 
