@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gimbal_jax.serving.api_keys import MIN_KEY_LENGTH, read_text
+from gimbal_jax.serving.network import check_free
 
 STOP_S = 5.0
 """Time for the gateway to end by itself after SIGTERM."""
@@ -77,14 +77,7 @@ def check_gateway(config: GatewayConfig) -> None:
             raise ValueError(f"{field} {value}: must be one of {', '.join(sorted(known))}")
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"--http-port: {config.model} has no tokenizer.json, which OpenAI's API needs")
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # As the gateway does: connections that are still closing do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise OSError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
+    check_free(config.host, config.port)
 
 
 def gateway_arguments(config: GatewayConfig, grpc_port: int, metrics_port: int, control_key: str) -> list[str]:

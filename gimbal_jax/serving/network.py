@@ -49,7 +49,7 @@ def grpc_options(network: NetworkConfig) -> list[tuple[str, int]]:
 def listen(server: grpc.aio.Server, network: NetworkConfig) -> int:
     """Open the port, and return it. Raises ValueError where certificates are no good, OSError where it is taken."""
     credentials = server_credentials(network)
-    address = _address(network)
+    address = _address(network.host, network.port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -63,14 +63,18 @@ def check_network(network: NetworkConfig) -> None:
     if network.api_keys is not None:
         load_keys(network.api_keys)
     server_credentials(network)
-    family = socket.AF_INET6 if ":" in network.host else socket.AF_INET
-    with socket.socket(family) as probe:
+    check_free(network.host, network.port)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises OSError where another has the port, or the host is not of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # Connections of an earlier server that are still closing do not hold the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((network.host, network.port))
+            probe.bind((host, port))
         except OSError as error:
-            raise OSError(f"cannot listen on {_address(network)}: {error.strerror}") from error
+            raise OSError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
 
 
 def warnings(network: NetworkConfig) -> Iterator[str]:
@@ -93,6 +97,5 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _address(network: NetworkConfig) -> str:
-    host = f"[{network.host}]" if ":" in network.host else network.host
-    return f"{host}:{network.port}"
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

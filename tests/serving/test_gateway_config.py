@@ -97,7 +97,7 @@ def model(tmp_path):
 def test_what_could_not_start_is_said_before(monkeypatch, model, tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"cannot serve HTTP on 127\.0\.0\.1:{port}: Address already in use"):
+        with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
             check_gateway(GatewayConfig(model, port))
     check_gateway(GatewayConfig(model, port, tool_call_parser="qwen", reasoning_parser="qwen3"))
     with pytest.raises(ValueError, match=r"tool_call_parser magic: must be one of .*qwen"):
