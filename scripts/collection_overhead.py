@@ -32,11 +32,12 @@ from rich.table import Table
 
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.model import transformer
+from gimbal_jax.model.inputs import RareInputs
 from gimbal_jax.model.moe import moe_exchange
-from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, step
+from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels.route_and_count import Routing, route_and_count
-from gimbal_jax.serving.batch import stack
+from gimbal_jax.serving.batch import blank, stack
 from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.serving.request import SamplingParams
 from scripts.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
@@ -129,9 +130,10 @@ def time_steps(samples: int) -> dict[str, Medians]:
 
     one_pass = SeparatePass()
     state = new_state(model, CONFIG.engine, "float32", mesh)
+    unasked = put_by_engine(blank(CONFIG.engine, model.vocab_size, CONFIG.mesh.dp), mesh)
     medians: dict[str, Medians] = {}
     for name, (rows, tokens) in STEPS.items():
-        inputs = step_inputs(CONFIG.engine, rows, tokens)
+        inputs = step_inputs(CONFIG.engine, rows, tokens, unasked)
         args = weights, state, jnp.asarray(slot_of_expert_LE), inputs
         programs = {"none": compiled(none, *args)}
         with patch.multiple(transformer, route_and_count=one_pass.route, moe_exchange=one_pass.exchange):
@@ -153,7 +155,7 @@ def compiled(run: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     return jax.jit(run, donate_argnums=1).lower(*args).compile(COMPILER_OPTIONS)
 
 
-def step_inputs(engine: EngineConfig, rows: int, tokens: int) -> Any:
+def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInputs) -> Any:
     """A step with so many decode rows and prefill tokens on every engine."""
     rng, sampling = np.random.default_rng(0), SamplingParams(1, temperature=0.0)
 
@@ -164,7 +166,7 @@ def step_inputs(engine: EngineConfig, rows: int, tokens: int) -> Any:
     decode = tuple(chunk(8 * row, 64, 1) for row in range(rows))
     prefill = (chunk(8 * rows, 0, tokens),) if tokens else ()
     tiles = -(-tokens // engine.tile)
-    return stack([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, engine, rows, tiles)
+    return stack([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, engine, rows, tiles, unasked)
 
 
 def table(title: str, found: Mapping[str, Medians]) -> Table:

@@ -35,6 +35,7 @@ class StepInputs:
     count_SG: Array
     """Tokens in the group; 0 for an empty one."""
     sampling: SamplingInputs
+    rare: RareInputs
 
 
 @jax.tree_util.register_dataclass
@@ -50,10 +51,8 @@ class SamplingInputs:
     min_p_SG: Array
     seed_SG: Array
     """uint32; with the position of the new token it fixes the draw, whatever else is in the batch."""
-    suppress_SGK: Array
-    """Tokens that must not come yet (min_tokens); -1 where unused."""
     plain: Array
-    """bool scalar: every row is greedy and suppresses nothing."""
+    """bool scalar: every row is greedy, and nothing changes its logits."""
     truncates: Array
     """bool scalar: some row sets top_k, top_p or min_p."""
     want_logprobs: Array
@@ -62,13 +61,65 @@ class SamplingInputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RareInputs:
+    """What few requests ask for, much of it large: C rows per engine for the sequences whose logits are to be changed.
+
+    The shapes are the same in all steps of a server. One blank set stays on the devices, and stands for whatever
+    nobody in a step asks for.
+    """
+
+    group_SC: Array
+    """The group whose next token is chosen; -1 in unused rows."""
+    suppress_SCK: Array
+    """Tokens that must not come yet (min_tokens); -1 where unused."""
+    bias_ids_SCK: Array
+    """Tokens whose logits get something added; -1 where unused."""
+    bias_SCK: Array
+    """float32: what they get."""
+    allowed_SCW: Array
+    """The only tokens that may come: bit t % 32 of element t // 32."""
+    history_SCN: Array
+    """Tokens of the sequence so far, if it has a penalty; 0 where unused."""
+    prompt_tokens_SC: Array
+    """Tokens of its prompt: those after them are output."""
+    repetition_SC: Array
+    """float32 penalty; 1 is none."""
+    frequency_SC: Array
+    presence_SC: Array
+    """float32 penalties; 0 is none."""
+    targets_ST: Array
+    """Tokens whose log probabilities are wanted, for each place of the prefill tiles; 0 where unused."""
+    adjusts: Array
+    """bool scalar: some row is used."""
+    penalises: Array
+    """bool scalar: some row has a penalty."""
+    want_targets: Array
+    """bool scalar: some place has a target."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logprobs:
+    """Log probabilities of tokens, and of the K likeliest in place of each, best first; zeros unless wanted."""
+
+    chosen: Array
+    top_ids: Array
+    top_values: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepOutputs:
-    """The token after each group's last one, and its log probabilities (zeros unless wanted)."""
+    """What a step found. On the host log probabilities are missing where nobody wanted them."""
 
     token_SG: Array
-    logprob_SG: Array
-    top_ids_SGK: Array
-    top_logprobs_SGK: Array
+    """The token after each group's last one."""
+    finite_SG: Array
+    """False where that token means nothing, because the logits are not numbers."""
+    logprobs: Logprobs | None
+    """Of ``token_SG``."""
+    prompt_logprobs: Logprobs | None
+    """Of ``targets_ST``; None in a step without tiles."""
 
 
 def group_sizes(decode_rows: int, tiles: int, tile: int) -> tuple[int, int]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.config import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    EngineConfig,
+    MeshConfig,
+    ModelConfig,
+    ServerConfig,
+)
 from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
@@ -12,9 +20,10 @@ from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.pallas_kernels.grouped_matmul import TILE, temporary_bytes
 from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
-SAMPLING_COPIES = 6
-"""Arrays of the logits' size that live at once while sampling: the logits, three more that XLA holds for H100 (it
-reports 3.01 times the logits as temporaries of ``sample``), and two of scratch for the sort on the device."""
+SAMPLING_COPIES = 7
+"""Arrays of the logits' size that live at once while sampling: the logits, four more that XLA holds for H100 (it
+reports 5.01 times the logits as temporaries of a decode step), and two of scratch for the sort on the device. The log
+probabilities of prompts have no more places at once, and need as much."""
 SPLIT_ROWS = 264 * 128
 """Rows of float32 partial results where blocks of the attention kernel share a context: at most 264 blocks, of two
 times 64 rows."""
@@ -50,7 +59,7 @@ class StepBytes:
     feed_forward: int
     """Tokens of all engines with what their experts here make of them, or the dense layers' activations."""
     logits: int
-    """float32 logits of every group, with what sampling makes of them."""
+    """float32 logits of every group, with what sampling makes of them, or of a block of prompt tokens."""
 
     @property
     def total(self) -> int:
@@ -66,7 +75,7 @@ class DeviceBytes:
     migration: int
     step: StepBytes
     tables: int
-    """Counters, placement and page tables."""
+    """Counters, placement and page tables; rare inputs, blank ones and those of a step that asks for all."""
     page: int
     """One KV page: this device's heads, keys and values, all layers."""
     least_pages: int
@@ -108,7 +117,7 @@ def device_bytes(
     _, groups = group_sizes(*bucket, engine.tile)
     layers_and_experts = len(model.moe_layers) * model.num_experts
     # New counts stand beside the old ones; counts and placement are int32, and so are page numbers.
-    tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row)
+    tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row) + 2 * rare_bytes(model.vocab_size, engine)
     return DeviceBytes(
         weights=weight_bytes(model, mesh),
         migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
@@ -153,12 +162,20 @@ def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) ->
     return 2 * mesh.ranks * rows_per_pair * expert_bytes(model)
 
 
+def rare_bytes(vocab_size: int, engine: EngineConfig) -> int:
+    """What few requests ask for, for each sequence and place that may: see ``RareInputs``."""
+    settings = 5  # group, prompt tokens and penalties
+    of_sequence = settings + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS + -(-vocab_size // 32) + engine.max_model_len
+    return 4 * (engine.max_rows * of_sequence + -(-engine.token_budget // engine.tile) * engine.tile)
+
+
 def step_bytes(
     model: ModelConfig, mesh: MeshConfig, engine: EngineConfig, bucket: tuple[int, int], backend: Backend
 ) -> StepBytes:
     """Temporaries of a step of this (decode rows, prefill tiles); see ``StepBytes``."""
     m, item = model, ITEM_BYTES[model.dtype]
     tokens, groups = group_sizes(*bucket, engine.tile)
+    prompt_places = bucket[1] * engine.tile
     heads = m.num_heads // mesh.tp
     kv_heads = kv_heads_in_cache(m, mesh.tp) // mesh.tp
     received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks  # a rank may get the tokens of all engines
@@ -176,5 +193,5 @@ def step_bytes(
         activations=tokens * m.hidden_size * (3 * item + 4),
         attention=tokens * m.head_dim * (2 * (heads + kv_heads) * item + 2 * heads * 4) + partial,
         feed_forward=max(experts + 2 * received * m.hidden_size * item, dense),
-        logits=SAMPLING_COPIES * groups * m.vocab_size * 4,
+        logits=SAMPLING_COPIES * groups * m.vocab_size * 4 + 2 * prompt_places * (MAX_LOGPROBS + 1) * 8,
     )

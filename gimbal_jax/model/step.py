@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.config import EngineConfig, ModelConfig
-from gimbal_jax.model.inputs import StepInputs, StepOutputs, rows_and_tiles
-from gimbal_jax.model.sampling import sample
+from gimbal_jax.model.inputs import Logprobs, StepInputs, StepOutputs, rows_and_tiles
+from gimbal_jax.model.prompt_logprobs import prompt_logprobs
+from gimbal_jax.model.sampling import no_logprobs, sample
 from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
 from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
 from gimbal_jax.pallas_kernels import Backend
@@ -81,24 +83,52 @@ def step(
     slot_of_expert_LE: jax.Array,
     inputs: StepInputs,
 ) -> tuple[StepOutputs, DeviceState]:
-    """One step of all engines: forward, count, sample. Jit with graph and layout static and state donated."""
+    """One step of all engines: forward, count, sample, log probabilities of prompts.
+
+    Jit with graph and layout static and state donated.
+    """
     model = nnx.merge(graph, weights)
     hidden_STD, pages, counts_STLE = model(inputs, state.pages, slot_of_expert_LE, layout)
     last_SG = last_token_of_group(inputs, layout.tile)
     hidden_SGD = jnp.take_along_axis(hidden_STD, last_SG[..., None], axis=1)
-    logits_SGV = model.logits(hidden_SGD, layout)
-    outputs = _sample_by_engine(logits_SGV, inputs, layout.mesh)
+    token_SG, finite_SG, logprobs = _sample_by_engine(model.logits(hidden_SGD, layout), inputs, layout.mesh)
+    outputs = StepOutputs(token_SG, finite_SG, logprobs, _prompt_logprobs(model, hidden_STD, inputs, layout))
     return outputs, DeviceState(pages, state.counts_STLE + counts_STLE)
 
 
-def _sample_by_engine(logits_SGV: jax.Array, inputs: StepInputs, mesh: Mesh) -> StepOutputs:
+def _sample_by_engine(logits_SGV: jax.Array, inputs: StepInputs, mesh: Mesh) -> tuple[jax.Array, jax.Array, Logprobs]:
     """Each engine samples its own rows, so that sorting and scattering need no collective."""
-    per_engine = jax.tree.map(lambda array: P("dp") if array.ndim else P(), inputs.sampling)
     position_SG = inputs.start_SG + inputs.count_SG
-    specs = (P("dp"), P("dp"), per_engine)
+    specs = (P("dp"), P("dp"), split_by_engine(inputs.sampling), split_by_engine(inputs.rare))
     return jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=P("dp"), check_vma=False)(
-        logits_SGV, position_SG, inputs.sampling
+        logits_SGV, position_SG, inputs.sampling, inputs.rare
     )
+
+
+def _prompt_logprobs(model: Qwen3Moe, hidden_STD: jax.Array, inputs: StepInputs, layout: StepLayout) -> Logprobs | None:
+    """Of the targets, if there are any; no more logits at a time than for sampling."""
+    (engines, tokens), groups = inputs.tokens_ST.shape, inputs.count_SG.shape[1]
+    rows, tiles = rows_and_tiles(tokens, groups, layout.tile)
+    if tiles == 0:
+        return None
+    places = tiles * layout.tile
+    return jax.lax.cond(
+        inputs.rare.want_targets,
+        lambda: prompt_logprobs(
+            hidden_STD[:, rows:], inputs.rare.targets_ST[:, :places], model.output_table, groups, layout.mesh
+        ),
+        lambda: no_logprobs((engines, places), model.config.vocab_size),
+    )
+
+
+def split_by_engine(inputs: Any) -> Any:
+    """The partition of each array of a step's inputs."""
+    return jax.tree.map(lambda array: P("dp") if array.ndim else P(), inputs)
+
+
+def put_by_engine(inputs: Any, mesh: Mesh) -> Any:
+    """Inputs of steps, on the devices of the engines that they are for."""
+    return jax.device_put(inputs, jax.tree.map(partial(NamedSharding, mesh), split_by_engine(inputs)))
 
 
 def last_token_of_group(inputs: StepInputs, tile: int) -> jax.Array:

@@ -270,9 +270,13 @@ class Qwen3Moe(nnx.Module):
             counts += [] if counts_STE is None else [counts_STE]
         return self.norm(x), new_pages, jnp.stack(counts, axis=2)
 
+    @property
+    def output_table(self) -> jax.Array:
+        """The output head [V, D], split by vocabulary over an engine's ranks."""
+        return (self.embed if self.config.tie_embeddings else self.head)[...]
+
     def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:
         """float32 logits [S, G, V] of final hidden states [S, G, D], whole on every rank of an engine."""
-        table = self.embed if self.config.tie_embeddings else self.head
-        logits = jnp.einsum("sgd,vd->sgv", hidden, table[...], preferred_element_type=jnp.float32)
+        logits = jnp.einsum("sgd,vd->sgv", hidden, self.output_table, preferred_element_type=jnp.float32)
         # Split by vocabulary first: otherwise XLA gathers the table instead of the logits.
         return layout.constrain(layout.constrain(logits, "dp", None, "tp"), "dp")

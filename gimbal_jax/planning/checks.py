@@ -11,6 +11,7 @@ import numpy as np
 from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.memory import device_bytes, migration_bytes
+from gimbal_jax.model.prompt_logprobs import prompt_block
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.pallas_kernels.grouped_matmul import chunk_rows
 from gimbal_jax.planning.compiled import Program, shallow
@@ -110,7 +111,8 @@ def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Cen
 
     Within an engine, if it has several devices: the sum of the embedding's shards, of the attention output of each
     layer and of its dense feed-forward if it has one; the MoE outputs, which each device has for its own tokens; the
-    logits. Over all ranks, in each MoE layer: tokens and where they go, and results (see ``model.moe``).
+    logits, and where there are tiles those of a block of prompt tokens. Over all ranks, in each MoE layer: tokens and
+    where they go, and results (see ``model.moe``).
     """
     mesh, groups = config.mesh, mesh_groups(config.mesh)
     tokens, chosen = group_sizes(*bucket, config.engine.tile)
@@ -126,6 +128,9 @@ def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Cen
     add(1 + model.num_layers + dense, "all-reduce", "bf16", tokens * hidden, "tp")
     add(moe, "all-gather", "bf16", tokens * hidden, "tp")
     add(1, "all-gather", "f32", chosen * model.vocab_size, "tp")
+    if bucket[1]:
+        block = prompt_block(bucket[1] * config.engine.tile, chosen, mesh.tp)
+        add(1, "all-to-all", "f32", block * model.vocab_size // mesh.tp, "tp")
     if config.engine.exchange == "gather":
         add(moe, "all-gather", "s32", ranks * (3 * own * k + model.num_experts), "all")
         add(moe, "all-gather", "bf16", ranks * own * hidden, "all")

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, step
+from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, split_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.batch import Bucket, stack, step_buckets
+from gimbal_jax.serving.batch import Bucket, blank, stack, step_buckets
 from gimbal_jax.serving.plan import Plan
 
 StepKind = Literal["decode", "mixed", "prefill"]
@@ -85,7 +85,10 @@ def compile_step(
     more = missing * pages // _device_bytes(arguments[1].pages)
     filled = replace(config, engine=replace(config.engine, num_pages=pages + more))
     _, arguments = _step_arguments(shallow(model, layers), filled, mesh)
-    inputs = _shapes(stack([Plan()] * config.mesh.dp, config.engine, *bucket))
+    unasked = blank(config.engine, model.vocab_size, config.mesh.dp)
+    on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
+    inputs = _shapes(stack([Plan()] * config.mesh.dp, config.engine, *bucket, unasked))
+    inputs = replace(inputs, rare=_shapes(unasked, on_mesh))
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
     run = jax.jit(partial(step, graph, layout), donate_argnums=1)
     program = _compile(run, (*arguments, inputs), donated=1, devices=devices)
@@ -122,8 +125,11 @@ def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Pro
     return _compile(run, (experts, *table), donated=0, devices=devices)
 
 
-def _shapes(arrays: Any) -> Any:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+def _shapes(arrays: Any, shardings: Any = None) -> Any:
+    def one(array: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(one, arrays) if shardings is None else jax.tree.map(one, arrays, shardings)
 
 
 def _device_bytes(arrays: Any) -> int:

@@ -48,9 +48,10 @@ def check_model(setting: Setting) -> Iterator[Result]:
         for backend in (setting.backend, "xla"):
             model = random_model(config, engine, setting.seed)
             outputs = model.run(model.lower(inputs, backend).compile(COMPILER_OPTIONS), inputs)
-            ids_GK[backend] = np.asarray(outputs.top_ids_SGK)[0][_chooses_G(inputs)]
+            assert outputs.logprobs is not None, "they are wanted"
+            ids_GK[backend] = np.asarray(outputs.logprobs.top_ids)[0][_chooses_G(inputs)]
             counts_LE[backend] = model.counts_LE()
-            finite = bool(np.isfinite(np.asarray(outputs.top_logprobs_SGK)[0][_chooses_G(inputs)]).all())
+            finite = bool(np.isfinite(np.asarray(outputs.logprobs.top_values)[0][_chooses_G(inputs)]).all())
         ours, plain = ids_GK[setting.backend], ids_GK["xla"]
         shared = float(np.mean([np.isin(one, other).mean() for one, other in zip(ours, plain, strict=True)]))
         counted = counts_LE[setting.backend].sum(axis=1)

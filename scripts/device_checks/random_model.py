@@ -12,12 +12,12 @@ import numpy as np
 from flax import nnx
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig
-from gimbal_jax.model.inputs import StepInputs, StepOutputs
+from gimbal_jax.model.inputs import RareInputs, StepInputs, StepOutputs
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.model.step import DeviceState, abstract_model, abstract_state, step
+from gimbal_jax.model.step import DeviceState, abstract_model, abstract_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import Backend
-from gimbal_jax.serving.batch import stack
+from gimbal_jax.serving.batch import blank, stack
 from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.serving.request import SamplingParams
 from scripts.device_checks.setting import Sizes
@@ -122,7 +122,7 @@ def decode_inputs(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random
     pages_of_row = rng.permutation(engine.num_pages)[: batch * pages].reshape(batch, pages).astype(np.int32)
     tokens = rng.integers(0, sizes.model.vocab_size, (batch, 1)).astype(np.int32)
     chunks = tuple(Chunk(str(row), tokens[row], sizes.context - 1, pages_of_row[row], GREEDY) for row in range(batch))
-    return stack([Plan(decode=chunks)], engine, batch, 0)
+    return stack([Plan(decode=chunks)], engine, batch, 0, _unasked(sizes, engine))
 
 
 def prefill_inputs(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -> StepInputs:
@@ -130,7 +130,12 @@ def prefill_inputs(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator)
     tokens = rng.integers(0, sizes.model.vocab_size, sizes.prefill_tokens).astype(np.int32)
     tiles = -(-len(tokens) // engine.tile)
     pages = rng.permutation(engine.num_pages)[: -(-len(tokens) // engine.page_size)].astype(np.int32)
-    return stack([Plan(prefill=(Chunk("prompt", tokens, 0, pages, GREEDY),), tiles=tiles)], engine, 1, tiles)
+    plan = Plan(prefill=(Chunk("prompt", tokens, 0, pages, GREEDY),), tiles=tiles)
+    return stack([plan], engine, 1, tiles, _unasked(sizes, engine))
+
+
+def _unasked(sizes: Sizes, engine: EngineConfig) -> RareInputs:
+    return put_by_engine(blank(engine, sizes.model.vocab_size, engines=1), _mesh())
 
 
 def _mesh() -> jax.sharding.Mesh:

@@ -16,9 +16,10 @@ from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.device_runner import DeviceRunner
-from gimbal_jax.serving.request import Output, Request, SamplingParams
+from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
 from gimbal_jax.serving.runner import Runner
 from gimbal_jax.serving.server import Server
+from tests.model.naive_sampling import bits
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "base"
 MODEL = load_config(FOLDER)
@@ -57,12 +58,17 @@ class Session:
     server: Server
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Of those that asked for them."""
     ends: dict[str, str] = field(default_factory=dict)
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
             assert output.request_id not in self.ends, "news after the end"
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.prompt_logprobs:
+                assert output.request_id not in self.prompt_logprobs, "they come once"
+                self.prompt_logprobs[output.request_id] = output.prompt_logprobs
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output.finish_reason
 
@@ -116,16 +122,53 @@ def shuffle_a_layer(runner: Runner, rng: np.random.Generator) -> None:
         runner.migrate(layer, moves)
 
 
+class OnlyThese:
+    """A grammar that always allows the same tokens."""
+
+    def __init__(self, allowed: list[int]) -> None:
+        self._allowed = bits(allowed, MODEL.vocab_size)
+
+    def allowed(self) -> np.ndarray:
+        return self._allowed
+
+    def accept(self, token_id: int) -> None:
+        assert self._allowed[token_id // 32] >> token_id % 32 & 1, "not allowed"
+
+
 def random_requests(rng: np.random.Generator, count: int, *, prompt: int = 40, output: int = 24) -> list[Request]:
-    """Requests of every kind: lengths up to the given ones, greedy and seeded, with stops and log probabilities."""
+    """Requests of every kind: lengths up to the given ones, greedy and seeded, with all that they can ask for."""
     last_sequence_S = [0] * SOURCES
     requests = []
     for i in range(count):
         engine = int(rng.integers(SOURCES))
         last_sequence_S[engine] += 1
         tokens = tuple(rng.integers(MODEL.vocab_size, size=rng.integers(1, prompt + 1)).tolist())
-        requests.append(Request(f"r{i}", tokens, random_sampling(rng, output), 0.0, engine, last_sequence_S[engine]))
+        sampling, sequence = random_sampling(rng, output), last_sequence_S[engine]
+        requests.append(
+            Request(f"r{i}", tokens, sampling, 0.0, engine, sequence, grammar=random_grammar(sampling.seed))
+        )
     return requests
+
+
+def random_grammar(seed: int) -> OnlyThese | None:
+    """For every fifth request."""
+    rng = np.random.default_rng([seed, 1])
+    return OnlyThese(rng.permutation(MODEL.vocab_size)[:40].tolist()) if rng.random() < 0.2 else None
+
+
+def random_adjustments(seed: int) -> dict[str, Any]:
+    """Log probabilities of every fifth prompt; bias and penalties for a third of all requests."""
+    rng = np.random.default_rng([seed, 2])
+    asked = {"prompt_logprobs": None if rng.random() < 0.8 else int(rng.integers(0, 5))}
+    if rng.random() < 2 / 3:
+        return asked
+    biased = rng.permutation(MODEL.vocab_size)[: rng.integers(0, 5)].tolist()
+    return asked | {
+        "repetition_penalty": float(rng.choice([1.0, 1.4])),
+        "frequency_penalty": float(rng.choice([0.0, 0.7])),
+        "presence_penalty": float(rng.choice([0.0, -0.5])),
+        "logit_bias": tuple((token, float(rng.normal(scale=3))) for token in biased),
+    }
 
 
 def random_sampling(rng: np.random.Generator, output: int) -> SamplingParams:
@@ -138,7 +181,8 @@ def random_sampling(rng: np.random.Generator, output: int) -> SamplingParams:
         top_k=int(rng.choice([0, 5, 50])),
         top_p=float(rng.choice([1.0, 0.8])),
         min_p=float(rng.choice([0.0, 0.1])),
-        seed=int(rng.integers(2**32)),
+        seed=(seed := int(rng.integers(2**32))),
         logprobs=None if rng.random() < 0.7 else int(rng.integers(0, 5)),
         stop_token_ids=tuple(stops),
+        **random_adjustments(seed),
     )

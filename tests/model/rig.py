@@ -20,6 +20,7 @@ from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import DeviceState, abstract_model, new_state
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import Backend
+from gimbal_jax.serving.batch import blank
 
 ENGINE = EngineConfig(max_model_len=80, page_size=8, num_pages=32, tile=8, token_budget=48)
 
@@ -144,11 +145,11 @@ def build(engines, rows: int, tiles: int) -> tuple[StepInputs, list[list[np.ndar
                 next_tile += 1
             here.append(np.concatenate(parts))
         places.append(here)
-    return StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, start_SG, count_SG, greedy(count_SG.shape)), places
+    sampling, rare = greedy(count_SG.shape), blank(ENGINE, 1, size)
+    return StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, start_SG, count_SG, sampling, rare), places
 
 
 def greedy(shape: tuple[int, int]) -> SamplingInputs:
     zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
     ids = zeros.astype(np.int32)
-    none = np.full((*shape, 16), -1, np.int32)
-    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), none, np.True_, np.False_, np.False_)
+    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), np.True_, np.False_, np.False_)

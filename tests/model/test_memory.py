@@ -17,12 +17,14 @@ from gimbal_jax.model.memory import (
     device_bytes,
     kv_bytes_per_token,
     migration_bytes,
+    rare_bytes,
     step_bytes,
     weight_bytes,
 )
 from gimbal_jax.model.sharding import RANKS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.model.step import abstract_model, abstract_state
+from gimbal_jax.serving.batch import blank
 
 QWEN = PRESETS["Qwen3-30B-A3B"]
 SMALL = {name: replace(model, num_layers=3, moe_layers=(0, 2)) for name, model in PRESETS.items()}
@@ -78,6 +80,14 @@ def test_a_page_and_the_counters_are_those_of_the_state_s_shards(dp, tp):
     found = device_bytes(model, ServerConfig(MeshConfig(dp, tp), engine), (32, 0))
     assert state(8) - state(7) == found.page
     assert state(0) <= found.tables
+
+
+@pytest.mark.parametrize("vocab_size,budget", [(151936, 8192), (1000, 100)])
+def test_rare_inputs_are_those_of_the_server(vocab_size, budget):
+    engine = EngineConfig(max_model_len=123, max_rows=7, token_budget=budget, tile=64)
+    arrays = vars(blank(engine, vocab_size, engines=1)).values()
+    flags = sum(array.nbytes for array in arrays if not array.ndim)
+    assert rare_bytes(vocab_size, engine) == sum(array.nbytes for array in arrays) - flags
 
 
 def test_the_paper_s_request_takes_187_5_mib():
