@@ -29,14 +29,14 @@ def prompt_logprobs(
     tp, places = mesh.shape["tp"], hidden_STD.shape[1]
     share, block = places // tp, prompt_block(places, most_rows, tp) // tp
 
-    def on_rank(hidden_1TD: jax.Array, targets_1t: jax.Array, own_table: jax.Array) -> Logprobs:
-        hidden_RtD = hidden_1TD.reshape(tp, share, -1)
+    def on_rank(own_STD: jax.Array, own_targets_St: jax.Array, own_table: jax.Array) -> Logprobs:
+        hidden_RtD = own_STD.reshape(tp, share, -1)
 
         def of_block(first: jax.Array) -> Logprobs:
             rows_RtD = jax.lax.dynamic_slice_in_dim(hidden_RtD, first, block, axis=1)
             part = jnp.einsum("rtd,vd->rtv", rows_RtD, own_table, preferred_element_type=jnp.float32)
-            logits_1tV = jax.lax.all_to_all(part, "tp", 0, 2, tiled=True)
-            return logprobs_of(logits_1tV, jax.lax.dynamic_slice_in_dim(targets_1t, first, block, axis=1))
+            logits_StV = jax.lax.all_to_all(part, "tp", 0, 2, tiled=True)
+            return logprobs_of(logits_StV, jax.lax.dynamic_slice_in_dim(own_targets_St, first, block, axis=1))
 
         found = jax.lax.map(of_block, jnp.arange(0, share, block))
         return jax.tree.map(lambda array: array.reshape(1, share, *array.shape[3:]), found)

@@ -19,6 +19,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.5, 30.0
 STEADY_S = 60.0
 """A gateway that lived this long starts again after the first delay."""
 PROBE_PERIOD_S = 0.25
+HUNG_S = 60.0
+"""A gateway that has answered, and then gives no answer at all for so long, is started anew."""
 MAX_LINE_BYTES = 4096
 """Longer lines of its log are cut."""
 UNSAID = ("smg::response", "smg::routers::grpc::multimodal")
@@ -110,7 +113,7 @@ class Gateway:
         )
         assert child.stdin is not None and child.stdout is not None
         self.pid = child.pid
-        probe = asyncio.create_task(self._follow_health())
+        probe = asyncio.create_task(self._follow_health(child))
         try:
             arguments = gateway_arguments(self.config, grpc_port, _free_port(), secrets.token_hex(32))
             child.stdin.write(json.dumps(arguments).encode() + b"\n")
@@ -123,27 +126,36 @@ class Gateway:
             self.ready, self.pid = False, None
             await _stop(child)
 
-    async def _follow_health(self) -> None:
+    async def _follow_health(self, child: asyncio.subprocess.Process) -> None:
         scheme = "http" if self.config.tls_cert is None else "https"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.config.port}/readiness"
-        while True:
-            ready = await asyncio.to_thread(_answers, url)
+        loop, answered = asyncio.get_running_loop(), float("inf")
+        while loop.time() - answered < HUNG_S:
+            status = await asyncio.to_thread(_status_of, url)
+            if status is not None:
+                answered = loop.time()
+            ready = status == 200
             if ready and not self.ready:
                 self._say(f"the HTTP gateway answers on {self.config.host}:{self.config.port}")
             self.ready = ready
             await asyncio.sleep(PROBE_PERIOD_S)
+        self._say(f"the HTTP gateway has not answered for {HUNG_S:g} s: it is killed")
+        child.kill()
 
 
-def _answers(url: str) -> bool:
+def _status_of(url: str) -> int | None:
+    """HTTP status of an answer, None without one."""
     context = ssl.create_default_context()
     # It is our own child on our own machine; its certificate is for other names.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with urllib.request.urlopen(url, timeout=2, context=context) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, HTTPException):
+        return None
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

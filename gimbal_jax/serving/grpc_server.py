@@ -24,7 +24,7 @@ from gimbal_jax.serving.gateway import Gateway, is_own_peer
 from gimbal_jax.serving.grammar import Constraints
 from gimbal_jax.serving.live import LiveView
 from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.network import grpc_options, listen, warnings
+from gimbal_jax.serving.network import grpc_options, listen, local_options, warnings
 from gimbal_jax.serving.operators import serve_operators
 from gimbal_jax.serving.protos import control_pb2_grpc, text_pb2_grpc
 from gimbal_jax.serving.request_metrics import RequestHistograms
@@ -152,7 +152,7 @@ def _server_of_gateway(
 ) -> tuple[grpc.aio.Server, int]:
     """A plain port on loopback for our own gateway alone, which can neither send a key nor speak TLS."""
     access = OwnProcesses(lambda peer: is_own_peer(peer, port), clock)
-    server = grpc.aio.server(interceptors=(access,), options=grpc_options(network))
+    server = grpc.aio.server(interceptors=(access,), options=local_options(network))
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")
     return server, port

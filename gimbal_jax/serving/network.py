@@ -25,13 +25,9 @@ MAX_CONNECTION_STREAMS = 4096
 
 
 def grpc_options(network: NetworkConfig) -> list[tuple[str, int]]:
-    """Of a gRPC server."""
+    """Of a gRPC server that clients call."""
     return [
-        # Two servers on one port would share it silently.
-        ("grpc.so_reuseport", 0),
-        # Clients with long silent calls ping to keep them: by default the server answers that with GOAWAY
-        # too_many_pings.
-        ("grpc.http2.max_ping_strikes", 0),
+        *local_options(network),
         # Find clients that vanished, so that their requests free their pages, and their connections too.
         ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
         # gRPC takes both for an unanswered ping; the second is a minute by default.
@@ -39,6 +35,17 @@ def grpc_options(network: NetworkConfig) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+    ]
+
+
+def local_options(network: NetworkConfig) -> list[tuple[str, int]]:
+    """Of a gRPC server that a process of this machine calls: its end is seen at once, and it may be busy for long."""
+    return [
+        # Two servers on one port would share it silently.
+        ("grpc.so_reuseport", 0),
+        # Clients with long silent calls ping to keep them: by default the server answers that with GOAWAY
+        # too_many_pings.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", MAX_CONNECTION_STREAMS),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

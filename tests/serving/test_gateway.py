@@ -1,5 +1,7 @@
 """The gateway's log and who may call its port; the real one runs in tests/e2e/test_gateway.py."""
 
+import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -7,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gimbal_jax.serving.gateway import is_own_peer, log_line
+from gimbal_jax.serving import gateway
+from gimbal_jax.serving.gateway import Gateway, is_own_peer, log_line
+from gimbal_jax.serving.gateway_config import GatewayConfig
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,30 @@ def test_a_real_connection_of_ours_is_our_own():
             assert is_own_peer(f"ipv4:127.0.0.1:{peer}", port)
         server.accept()[0].close()
     assert not is_own_peer("ipv4:127.0.0.1:1", port)
+
+
+def test_one_that_hangs_is_killed_and_started_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(gateway, "CHILD", "tests.serving.hanging_gateway")
+    monkeypatch.setattr(gateway, "HUNG_S", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said: list[str] = []
+    again = asyncio.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if sum("answers on" in one for one in said) == 2:
+            again.set()
+
+    async def run() -> None:
+        running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), say).run(1))
+        await asyncio.wait_for(again.wait(), 30)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(run())
+    assert said[1] == "the HTTP gateway has not answered for 0.5 s: it is killed"
+    assert said[2].startswith("the HTTP gateway ended (killed by SIGKILL); it starts again")
