@@ -54,6 +54,8 @@ class Fuzz:
     answers: list[Answer] = field(default_factory=list)
     good: Counter[str] = field(default_factory=Counter)
     """Good streams: "right", "tie", and what was wrong."""
+    rss_mib: list[float] = field(default_factory=list)
+    """Of the server, ten times in the run: what grows without end is a leak."""
 
 
 def main(
@@ -80,6 +82,7 @@ async def fuzz(requests: int, seed: int) -> bool:
             before = await sample(client, server.pid, 0.0)
             result = Fuzz()
             good = [asyncio.create_task(keep_asking(client, calls, result)) for _ in range(GOOD_CLIENTS)]
+            good.append(asyncio.create_task(keep_weighing(client, server.pid, requests, result)))
             await asyncio.to_thread(send_batches, asyncio.get_running_loop(), target, requests, seed, result)
             for task in good:
                 task.cancel()
@@ -125,6 +128,13 @@ async def answer_of(send: Send, target: Target) -> Answer:
         return Answer("no answer", type(error).__name__, f"{send.__qualname__}: {type(error).__name__}: {error}")
 
 
+async def keep_weighing(client: GimbalClient, pid: int, requests: int, result: Fuzz) -> None:
+    while True:
+        if len(result.answers) >= len(result.rss_mib) * requests / 10:
+            result.rss_mib.append((await sample(client, pid, 0.0)).rss_mib)
+        await asyncio.sleep(0.5)
+
+
 async def keep_asking(client: GimbalClient, calls: list[Call], result: Fuzz) -> None:
     """Good requests, one after the other; each must give the tokens of the quiet run."""
     pick = random.Random(id(asyncio.current_task()))
@@ -147,7 +157,8 @@ def report(result: Fuzz, before: Sample, after: Sample) -> bool:
         findings[f"file handles left open: {after.files - before.files}"] = 1
     console.print(f"good streams meanwhile: {dict(result.good)}")
     console.print(f"pages free {before.free_pages} -> {after.free_pages}, file handles {before.files} -> {after.files}")
-    console.print(f"RSS {before.rss_mib:.0f} -> {after.rss_mib:.0f} MiB; {len(result.answers)} hostile requests")
+    rss = ", ".join(f"{mib:.0f}" for mib in (*result.rss_mib, after.rss_mib))
+    console.print(f"RSS, MiB: {rss}; {len(result.answers)} hostile requests")
     for text, count in findings.most_common(20):
         console.print(f"[red]{count} x[/] {text[:400]}", markup=True)
     numbers = {
