@@ -23,7 +23,13 @@ from tests.serving.fake_server import FakeCore
 from tests.serving.live_server import live_server
 from tests.serving.test_dashboard import page_with, snapshot_of
 
-PROGRAM = "from gimbal_jax.cli import app; app()"
+# Where this suite runs in the background, its children inherit that interrupts are ignored.
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gimbal_jax.cli import app
+app()
+"""
 ENTER, LEAVE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 
 

@@ -30,7 +30,7 @@ MODEL = PRESETS[MODEL_NAME]
 DEFAULT_WORKLOAD = WorkloadConfig()
 DEFAULT_ROUTING = RoutingConfig()
 PAPER_MESH = MeshConfig(dp=2, tp=2)
-KV_TOKENS = 1_203_264
+KV_TOKENS = 1_199_872
 """Tokens that an engine's KV cache holds on 4xH100 at DP 2 x TP 2, as `gimbal mesh plan` says."""
 REFERENCE = "vllm"
 """Shares of capacity are shares of this system's, so that all systems are compared at one rate."""
