@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -97,9 +98,11 @@ def draw_top(url: str, path: Path) -> None:
             file=(Path(folder) / "text").open("w"),
         )
         console.print(frame(fetch(data_address(url)), TOP_COLUMNS, TOP_LINES, color=True))
-        svg = Path(folder) / "top.svg"
-        svg.write_text(console.export_svg(title="gimbal top"))
-        draw(svg.as_uri(), path, "--window-size=1482,1060")
+        svg = console.export_svg(title="gimbal top")
+        (Path(folder) / "top.svg").write_text(svg)
+        size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+        assert size is not None, "an SVG says how large it is"
+        draw((Path(folder) / "top.svg").as_uri(), path, f"--window-size={float(size[1]):.0f},{float(size[2]):.0f}")
 
 
 if __name__ == "__main__":
