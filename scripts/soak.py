@@ -243,7 +243,7 @@ def draw(result: Soak, path: Path) -> None:
     minutes = [sample.time_s / 60 for sample in result.samples]
     memory.plot(minutes, [sample.rss_mib for sample in result.samples])
     memory.set_ylabel("RSS, MiB")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.1 * max(sample.rss_mib for sample in result.samples))
     ttft = {m: [s.ttft_s * 1e3 for s in result.seen if s.fate == "whole" and s.sent_s // 60 == m] for m in range(10**3)}
     known = {m: np.nanpercentile(values, [50, 99]) for m, values in ttft.items() if values}
     latency.plot([m + 0.5 for m in known], [p50 for p50, _ in known.values()], label="median")
