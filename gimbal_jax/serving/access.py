@@ -12,6 +12,7 @@ from grpc_health.v1 import health
 
 from gimbal_jax.serving.api_keys import GATEWAY, Key, Unauthenticated, authenticate
 from gimbal_jax.serving.request_record import Origin
+from gimbal_jax.serving.well_formed import serve_of, with_serve
 
 TRACEPARENT_KEY = "traceparent"
 PEER_S = 1.0
@@ -66,7 +67,7 @@ class Access(grpc.aio.ServerInterceptor):
         return self._counted(handler) if method in self._limited else handler
 
     def _counted(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        async def serve(request: object, context: grpc.aio.ServicerContext) -> None:
+        async def counted(request: object, context: grpc.aio.ServicerContext) -> None:
             client = _client_of(context)
             if self._streams[client] >= self._max_streams:
                 rule = f"{client} has {self._max_streams} requests already (max_streams_per_client)"
@@ -79,7 +80,7 @@ class Access(grpc.aio.ServerInterceptor):
                 if not self._streams[client]:
                     del self._streams[client]
 
-        return grpc.unary_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
+        return with_serve(handler, counted)
 
 
 class OwnProcesses(grpc.aio.ServerInterceptor):
@@ -101,7 +102,7 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        serve = serve_of(handler)
 
         async def checked(request: object, context: grpc.aio.ServicerContext) -> object:
             if not self._is_known(context.peer()):
@@ -110,10 +111,7 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
             _key_name.set(GATEWAY)
             return await serve(request, context)
 
-        kind = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return kind(checked, handler.request_deserializer, handler.response_serializer)
+        return with_serve(handler, checked)
 
     def _is_known(self, peer: str) -> bool:
         """Remembered for ``PEER_S``: asking reads a table of all connections."""

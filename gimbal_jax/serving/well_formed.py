@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 import grpc
 from google.protobuf.message import DecodeError
 
+Serve = Callable[[object, grpc.aio.ServicerContext], Awaitable[object]]
+"""What a method does with a request."""
+
 
 class WellFormed(grpc.aio.ServerInterceptor):
     """Answers them with INVALID_ARGUMENT; gRPC itself takes them for a fault of the server (UNKNOWN)."""
@@ -19,7 +22,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        serve = serve_of(handler)
 
         def message_or_error(data: bytes) -> object:
             try:
@@ -32,7 +35,17 @@ class WellFormed(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no message: {request}")
             return await serve(request, context)
 
-        kind = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return kind(checked, message_or_error, handler.response_serializer)
+        return with_serve(handler, checked, message_or_error)
+
+
+def serve_of(handler: grpc.RpcMethodHandler) -> Serve:
+    """What a handler of single requests does."""
+    return handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+
+def with_serve(
+    handler: grpc.RpcMethodHandler, serve: Serve, deserialize: Callable[[bytes], object] | None = None
+) -> grpc.RpcMethodHandler:
+    """A handler of the same kind that does something else, and may read requests in another way."""
+    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    return kind(serve, deserialize or handler.request_deserializer, handler.response_serializer)

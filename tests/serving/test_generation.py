@@ -142,7 +142,7 @@ def test_truncation_keeps_the_last_tokens():
     assert parse(truncate_prompt_tokens=-1).prompt == (1, 2, 3)
     cut = parse(prompt=range(200), truncate_prompt_tokens=-1)
     assert (cut.prompt, cut.sampling.max_tokens) == (tuple(range(200 - LIMIT, 200)), 1)
-    assert parse(text="x" * 100 + "ab", tokenizer=Tokens(), truncate_prompt_tokens=2).prompt == (97, 98)
+    assert parse(text="x" * 1000 + "ab", tokenizer=Tokens(), truncate_prompt_tokens=2).prompt == (97, 98)
     assert parse(prompt=[10**9, 4], truncate_prompt_tokens=1).prompt == (4,)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.serving.grpc_server import serve
-from gimbal_jax.serving.network import check_network, warnings
+from gimbal_jax.serving.network import check_network, grpc_options, local_options, warnings
 from tests.serving.fake_server import NO_FILES, FakeCore, running_server
 
 
@@ -51,6 +51,16 @@ def test_a_network_is_checked_before_there_is_a_core(tmp_path):
         check_network(NetworkConfig(port=0, api_keys=tmp_path / "nothing"))
     with pytest.raises(ValueError, match="tls_cert"):
         check_network(NetworkConfig(port=0, tls_cert=tmp_path / "nothing"))
+
+
+def test_a_process_of_ours_is_not_pinged_and_may_be_busy_for_long():
+    def pings(options):
+        return {name for name, _ in options if "keepalive" in name or "ping_timeout" in name}
+
+    network = NetworkConfig(max_message_mib=3)
+    assert not pings(local_options(network)) and len(pings(grpc_options(network))) == 4
+    limit = ("grpc.max_receive_message_length", 3 * 2**20)
+    assert limit in local_options(network) and limit in grpc_options(network)
 
 
 def test_taken_port_is_refused():
