@@ -113,18 +113,20 @@ def test_prompt_logprobs_are_of_every_prompt_token_but_the_first_however_it_is_c
     assert first_output(engine, logprobs_of).prompt_logprobs == ()
 
 
-def test_a_preempted_prefill_brings_no_prompt_logprob_twice():
+def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_first_did():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine = Engine(0, config, FCFS)
     engine.add(request("old", 7, 9, sequence=1))
     first_output(engine, logprobs_of)
     engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
-    outputs = []
+    outputs: list[Output] = []
+    now = 0.0
     while not engine.idle:
-        plan = engine.schedule(0.0)
+        plan = engine.schedule(now := now + 1)
         outputs += engine.commit(plan, [logprobs_of(chunk) for chunk in plan.chunks])
     assert engine.preemptions == 1
     (output,) = [output for output in outputs if output.request_id == "long"]
+    assert output.started == 1.0
     assert [entry.chosen for entry in output.prompt_logprobs] == list(range(1, 22))
 
 
