@@ -121,6 +121,8 @@ class EngineConfig:
     max_queue: int = 256
     """Most requests that wait; one more is refused."""
     exchange: Exchange = "gather"
+    prefix_cache: bool = True
+    """Whether sequences share the KV pages of common beginnings. Not in the paper, so its experiments go without."""
 
     @property
     def pages_per_row(self) -> int:

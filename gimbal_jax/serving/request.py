@@ -76,6 +76,8 @@ class Request:
     priority: int = 0
     """Lower runs first; 0 unless the queue policy is ``priority``."""
     grammar: Grammar | None = None
+    page_hashes: tuple[bytes, ...] = ()
+    """Of the prompt's full pages (see ``prefix.page_hashes``); empty where no prefix is to be shared."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Output:
     """With the first tokens, if they were asked for: of every prompt token but the first."""
     started: float | None = field(default=None, compare=False)
     """With the first tokens: when its first step began, on the server's clock."""
+    cached_tokens: int = field(default=0, compare=False)
+    """With the first tokens: prompt tokens that the prefix cache held when it first got a row."""
     error: str = field(default="", compare=False)
 
 

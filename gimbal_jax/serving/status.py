@@ -71,6 +71,17 @@ class QueueHead:
 
 
 @dataclass(frozen=True)
+class PhaseTimes:
+    """How long one part of a tick took, over the last ticks that had a step."""
+
+    name: str
+    """schedule, batch, enqueue, wait, commit, emit, or other (traces, placement, inboxes)."""
+    mean_s: float
+    p50_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
 class Status:
     """The server at one moment. Arrays are copies; axes: L MoE layers, S sources, E experts."""
 
@@ -106,6 +117,14 @@ class Status:
     """Steps by the time that the runner took for them."""
     step_tokens: HistogramRecord
     """Steps by the tokens of all engines in them."""
+    prefix_queries_S: tuple[int, ...]
+    """Prompt tokens that were looked up in the prefix cache when their sequence got a row."""
+    prefix_hits_S: tuple[int, ...]
+    """Those of them that it held."""
+    cached_pages_S: tuple[int, ...]
+    """Pages that hold a known beginning, in use or not."""
+    phases: tuple[PhaseTimes, ...]
+    """The profile of the host's work per step."""
 
     @property
     def preemptions(self) -> int:
