@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 import typer
 from rich.console import Console
 
+from gimbal_jax.bench_cli import bench
 from gimbal_jax.config import LoadTerm, MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
 from gimbal_jax.devices import DEVICES_HELP, DTYPE_HELP, load_on_mesh, set_up_devices
 from gimbal_jax.mesh_cli import mesh_app
@@ -24,6 +25,7 @@ app.add_typer(mesh_app, name="mesh")
 app.command()(serve)
 app.command()(simulate)
 app.command()(top)
+app.command()(bench)
 
 Devices = Annotated[str, typer.Option(help=DEVICES_HELP)]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help=DTYPE_HELP)]
@@ -141,3 +143,7 @@ def convert(
         with console.status("writing the checkpoint"):
             save_orbax(target, source, weights, slots)
     console.print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    app()

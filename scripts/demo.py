@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -33,8 +34,8 @@ from gimbal_jax.serving.replay import (
     scale_trace,
 )
 from gimbal_jax.serving.report import RunReport, Traffic, comparison_table, draw, expert_traffic
+from gimbal_jax.serving.server_process import running_server
 from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
-from scripts.server_process import GIMBAL, running_server
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 MODEL = OUT / "demo-model"
@@ -55,7 +56,7 @@ console = Console()
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
-    subprocess.run([GIMBAL, "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "gimbal_jax.cli", "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
     calls = make_calls()
     output_tokens = sum(call.max_tokens for call in calls)
     console.print(

@@ -25,8 +25,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt, write_demo_model
 from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.server_process import free_port, running_server
 from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
-from scripts.server_process import free_port, running_server
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 MODEL, NAME = OUT / "demo-model", "demo"

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.server_process import running_server
 from gimbal_jax.simulation.plots import plain
 from scripts.checked_streams import (
     TIE,
@@ -45,7 +46,6 @@ from scripts.checked_streams import (
     sample,
     settled,
 )
-from scripts.server_process import running_server
 
 OUT = Path("out/soak")
 MODEL = OUT / "demo-model"

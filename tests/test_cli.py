@@ -22,7 +22,7 @@ from tests.serving.fake_server import FakeCore, running_server
 
 GOLDENS = Path(__file__).parent / "goldens"
 BASE = GOLDENS / "base"
-COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh", "simulate", "top")
+COMMANDS = ("serve", "counts", "place", "demo-model", "convert", "mesh", "simulate", "top", "bench")
 
 
 def gimbal(*arguments: object) -> Result:

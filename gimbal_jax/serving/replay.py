@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import csv
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,70 @@ def conversation_topics(
     return tuple(drawn)
 
 
+OnTokens = Callable[[int], None]
+"""Called with the number of tokens of each message that brings some, as it comes."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the server says of a request that ended well."""
+
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class SendFailed(Exception):
+    """A request was refused, broken off or ended too early; the text says how."""
+
+
+async def open_loop(
+    calls: Sequence[Call],
+    send: Callable[[Call, OnTokens], Awaitable[Usage]],
+    *,
+    on_done: Callable[[Measurement], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Measurement]:
+    """Send every call when it is due, and wait for all of them; a measurement per call, in order.
+
+    Calls never wait for each other. ``send`` returns at the end of the stream; a ``SendFailed`` becomes that call's
+    ``error``.
+    """
+    start = clock()
+
+    async def run(call: Call) -> Measurement:
+        due = start + call.arrival_s
+        await asyncio.sleep(due - clock())
+        times: list[float] = []
+        tokens = 0
+
+        def on_tokens(count: int) -> None:
+            nonlocal tokens
+            times.append(clock())
+            tokens += count
+
+        try:
+            usage, error = await send(call, on_tokens), ""
+        except SendFailed as failed:
+            usage, error = Usage(len(call.prompt), tokens, 0), str(failed)
+        done = Measurement(
+            arrival_s=call.arrival_s,
+            input_tokens=usage.input_tokens,
+            output_tokens=usage.output_tokens,
+            ttft_s=times[0] - due if times else float("nan"),
+            e2e_s=clock() - due,
+            error=error,
+            gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
+            cached_tokens=usage.cached_tokens,
+        )
+        on_done(done)
+        return done
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(call)) for call in calls]
+    return [task.result() for task in tasks]
+
+
 async def replay(
     client: GimbalClient,
     calls: Sequence[Call],
@@ -92,33 +157,23 @@ async def replay(
     on_done: Callable[[Measurement], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Measurement]:
-    """Send every call when it is due and read all streams; a measurement per call, in order.
+    """``open_loop`` through a client. Tokens are drawn at temperature 1, and none ends an output early."""
 
-    Calls never wait for each other (open loop). Tokens are drawn at temperature 1, and none
-    ends an output early. A call that the server refuses or breaks off becomes that call's ``error``.
-    """
-    start = clock()
-
-    async def run(call: Call) -> Measurement:
-        await asyncio.sleep(start + call.arrival_s - clock())
-        due = start + call.arrival_s
-        done = Measurement(call.arrival_s, len(call.prompt), 0, float("nan"), float("nan"))
+    async def send(call: Call, on_tokens: OnTokens) -> Usage:
+        tokens = cached = 0
         stream = client.generate(
             token_ids=call.prompt, max_tokens=call.max_tokens, temperature=1.0, seed=call.seed, ignore_eos=True
         )
         try:
             async for chunk in stream:
-                if chunk.token_ids and not done.output_tokens:
-                    done = replace(done, ttft_s=clock() - due)
-                done = replace(done, output_tokens=done.output_tokens + len(chunk.token_ids))
+                if chunk.token_ids:
+                    on_tokens(len(chunk.token_ids))
+                    tokens += len(chunk.token_ids)
+                cached = chunk.cached_tokens
                 if chunk.finish_reason not in (None, "length"):
-                    done = replace(done, error=f"finish_reason {chunk.finish_reason}")
+                    raise SendFailed(f"finish_reason {chunk.finish_reason}")
         except ClientError as error:
-            done = replace(done, error=str(error))
-        done = replace(done, e2e_s=clock() - due)
-        on_done(done)
-        return done
+            raise SendFailed(str(error)) from error
+        return Usage(len(call.prompt), tokens, cached)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(call)) for call in calls]
-    return [task.result() for task in tasks]
+    return await open_loop(calls, send, on_done=on_done, clock=clock)

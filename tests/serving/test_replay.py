@@ -16,7 +16,9 @@ from gimbal_jax.serving.measurement import Measurement, summarise
 from gimbal_jax.serving.replay import (
     Call,
     TraceRow,
+    Usage,
     conversation_topics,
+    open_loop,
     read_trace,
     replay,
     scale_trace,
@@ -27,7 +29,7 @@ REFUSED, ABORTED = 98, 99  # seeds that the fake server treats so
 
 
 def chunk(*token_ids: int, finish_reason: str | None = None) -> Chunk:
-    return Chunk(token_ids, "", (), 0, 0, finish_reason)
+    return Chunk(token_ids, "", (), 0, 0, finish_reason=finish_reason)
 
 
 class JumpingSelector(selectors.SelectSelector):
@@ -80,6 +82,7 @@ def test_replay_measures_each_call_from_its_due_time():
     assert [m.ttft_s for m in measured] == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
     assert [m.tpot_s for m in measured] == pytest.approx([0.1, math.nan, 0.1], nan_ok=True)
     assert [m.e2e_s for m in measured] == pytest.approx([0.7, 0.1, 0.7])
+    assert [m.gaps_s for m in measured] == [pytest.approx((0.2,)), (), pytest.approx((0.2,))]
     assert [m.arrival_s for m in done] == [0.1, 0.0, 2.0], "reported as they end"
 
 
@@ -98,6 +101,22 @@ def test_replay_sends_without_waiting_for_earlier_calls():
     assert most == 20
 
 
+def test_a_call_that_is_sent_late_waited_since_it_was_due():
+    loop = VirtualTimeLoop()
+
+    async def send(call: Call, on_tokens) -> Usage:
+        loop.selector.now += call.seed  # holds everything up for so many seconds
+        await asyncio.sleep(0.25)
+        on_tokens(1)
+        return Usage(7, 1, 3)
+
+    calls = [Call(0.0, (1,), 1, seed=2), Call(0.5, (1,), 1, seed=0)]
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        first, late = runner.run(open_loop(calls, send, clock=loop.time))
+    assert (first.ttft_s, late.ttft_s, late.e2e_s) == pytest.approx((2.25, 1.75, 1.75))
+    assert (late.input_tokens, late.output_tokens, late.cached_tokens) == (7, 1, 3), "as the server says"
+
+
 def test_replay_does_not_hide_other_errors():
     async def broken(**sampling) -> AsyncIterator[Chunk]:
         raise KeyError("bug")
@@ -109,7 +128,7 @@ def test_replay_does_not_hide_other_errors():
 
 @with_server({"max_queue": 3, "paused": True})
 async def test_replay_over_grpc(core, client):
-    calls = [Call(0.01 * i, (1, 2, 3 + i), 5, seed=i) for i in range(4)]
+    calls = [Call(0.1 * i, (1, 2, 3 + i), 5, seed=i) for i in range(4)]
 
     def start_steps(refused: Measurement) -> None:
         core.paused = False
@@ -123,16 +142,20 @@ async def test_replay_over_grpc(core, client):
 
 def test_summary_by_hand():
     measured = [
-        Measurement(0.0, 10, 3, ttft_s=1.0, e2e_s=3.0),
+        Measurement(0.0, 10, 3, ttft_s=1.0, e2e_s=3.0, gaps_s=(0.5, 1.5), cached_tokens=8),
         Measurement(1.0, 20, 1, ttft_s=2.0, e2e_s=2.0),
-        Measurement(2.0, 30, 0, ttft_s=math.nan, e2e_s=6.0, error="lost"),
+        Measurement(2.0, 30, 0, ttft_s=math.nan, e2e_s=6.0, error="lost", gaps_s=(9.0,), cached_tokens=5),
     ]
     summary = summarise(measured)
     assert (summary.requests, summary.failed, summary.seconds) == (3, 1, 8.0)
-    assert (summary.ttft_mean_s, summary.ttft_p99_s) == pytest.approx((1.5, 1.99))
-    assert (summary.tpot_mean_s, summary.tpot_p99_s) == (1.0, 1.0), "a single token has no TPOT"
-    assert (summary.e2e_mean_s, summary.e2e_p99_s) == pytest.approx((2.5, 2.99))
+    assert (summary.ttft_mean_s, summary.ttft_p50_s, summary.ttft_p99_s) == pytest.approx((1.5, 1.5, 1.99))
+    tpot = summary.tpot_mean_s, summary.tpot_p50_s, summary.tpot_p99_s
+    assert tpot == (1.0, 1.0, 1.0), "a single token has no TPOT"
+    assert (summary.itl_mean_s, summary.itl_p50_s, summary.itl_p99_s) == pytest.approx((1.0, 1.0, 1.49))
+    assert (summary.e2e_mean_s, summary.e2e_p50_s, summary.e2e_p99_s) == pytest.approx((2.5, 2.5, 2.99))
     assert (summary.output_tokens_per_s, summary.tokens_per_s) == pytest.approx((4 / 8, 34 / 8))
+    assert (summary.requests_per_s, summary.input_tokens, summary.output_tokens) == (2 / 8, 30, 4)
+    assert summary.cached_tokens == 8
 
 
 def test_summary_of_failures_only_is_not_a_number():
