@@ -175,7 +175,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
     arrivals = arrivals_of(model, max(1, round(run.requests_per_s * run.seconds)), run.requests_per_s, seed)
     calls = [call_of(arrival, encode, rng) for arrival in arrivals]
     move_to(runner, static_placement(len(model.moe_layers), model.num_experts, ranks), config)
-    runner.take_counts()
+    runner.begin_counts()()
     runner.take_steps()
     runner.take_traffic()
     executor = AtOnce() if SYSTEMS[run.system].migration == "blocking" else None

@@ -146,7 +146,7 @@ def run_case(
 ) -> Case:
     """Serve the first window, rebalance, serve the second; ``advance`` is told of requests that ended."""
     place_contiguously(runner, config)
-    runner.take_counts()
+    runner.begin_counts()()
     server = Server(model, config, runner)
 
     def count_ended(outputs: list[Output]) -> None:

@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.plan import NextToken, Plan
+from gimbal_jax.serving.plan import Plan, StepResult
 from gimbal_jax.serving.report import Traffic
-from gimbal_jax.serving.runner import Runner
+from gimbal_jax.serving.runner import Lap, Runner
 from gimbal_jax.simulation.measured_costs import MeasuredStep
 from gimbal_jax.simulation.runner import engine_work
 from gimbal_jax.simulation.work import EngineWork
 
 
 class TimedRunner:
-    """Another ``Runner``, watched."""
+    """Another ``Runner``, watched, and made to wait for each step before the next one: else they have no time each."""
+
+    ahead = 0
 
     def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
         self.expert_bytes = runner.expert_bytes
         self._runner, self._clock = runner, clock
         self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
         """What was computed, from when to when."""
+        self._in_flight: deque[tuple[tuple[EngineWork, ...], float]] = deque()
+        """What is being computed, and since when."""
         self._traffic: list[Traffic] = []
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._runner.slot_of_expert_LE
 
-    def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
-        began = self._clock()
-        results = self._runner.step(plans)
-        self._steps.append((tuple(engine_work(plan) for plan in plans), began, self._clock()))
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+        self._in_flight.append((tuple(engine_work(plan) for plan in plans), self._clock()))
+        self._runner.enqueue(plans, lap)
+
+    def results(self) -> list[StepResult]:
+        results = self._runner.results()
+        work, began = self._in_flight.popleft()
+        self._steps.append((work, began, self._clock()))
         return results
 
-    def take_counts(self) -> np.ndarray:
-        counts_LSE = self._runner.take_counts()
-        self._traffic.append(Traffic(counts_LSE, self.slot_of_expert_LE))
-        return counts_LSE
+    def begin_counts(self) -> Callable[[], np.ndarray]:
+        begun, slot_of_expert_LE = self._runner.begin_counts(), self.slot_of_expert_LE
+
+        def counts() -> np.ndarray:
+            counts_LSE = begun()
+            self._traffic.append(Traffic(counts_LSE, slot_of_expert_LE))
+            return counts_LSE
+
+        return counts
 
     def migrate(self, layer: int, moves: Round) -> None:
         self._runner.migrate(layer, moves)

@@ -20,6 +20,8 @@ class _Waiting:
     request: Request
     joined: int
     """Prefill tokens that the engines had processed when it joined."""
+    cached: int
+    """Tokens of its beginning that the engine that knew most of it held then."""
     key: tuple[float, ...] = ()
     key_until: float = -math.inf
     """Its sort key in the queue, and when that is no longer sure to hold."""
@@ -40,7 +42,8 @@ class CentralQueue:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        self._waiting[request.id] = _Waiting(request, self._prefill_tokens)
+        cached = max(engine.cached_tokens(request) for engine in self._engines)
+        self._waiting[request.id] = _Waiting(request, self._prefill_tokens, cached)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request; False if it is not here (any more)."""
@@ -78,17 +81,19 @@ class CentralQueue:
 
     def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], Unbound]]:
         """The requests with their sort keys, smallest first: sorted only as far as they are wanted."""
-        nothing_cached_S = (0,) * len(self._engines)
         heap = [(self._key(one, prefill_tokens, now), place, one) for place, one in enumerate(self._waiting.values())]
         heapq.heapify(heap)
         while heap:
             key, _, one = heapq.heappop(heap)
-            yield key, Unbound(one.request.id, _job(one, prefill_tokens), nothing_cached_S, one.request.engine)
+            request = one.request
+            cached_tokens_S = tuple(engine.cached_tokens(request) for engine in self._engines)
+            kept_pages_S = tuple(engine.kept_pages(request) for engine in self._engines) if any(cached_tokens_S) else ()
+            yield key, Unbound(request.id, _job(one, prefill_tokens), cached_tokens_S, request.engine, kept_pages_S)
 
     def _key(self, one: _Waiting, prefill_tokens: int, now: float) -> tuple[float, ...]:
         """Its sort key, worked out anew only where it may have changed."""
         if now >= one.key_until:
-            job = _job(one, prefill_tokens)
+            job = _job(one, prefill_tokens, one.cached)
             one.key, one.key_until = queue_key(self._queue, job, now), key_until(self._queue, job, now)
         return one.key
 
@@ -103,5 +108,6 @@ def not_taken_in(request: Request, error: Exception) -> Output:
     return Output(request.id, (), finish_reason="error", error=reason)
 
 
-def _job(one: _Waiting, prefill_tokens: int) -> Job:
-    return Job(one.request.arrival, len(one.request.prompt), prefill_tokens - one.joined, one.request.priority)
+def _job(one: _Waiting, prefill_tokens: int, cached: int = 0) -> Job:
+    request = one.request
+    return Job(request.arrival, len(request.prompt) - cached, prefill_tokens - one.joined, request.priority)

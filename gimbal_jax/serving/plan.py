@@ -65,7 +65,7 @@ class DecodeRows:
     start_D: np.ndarray
     """int32 positions of these tokens."""
     page_table_DM: np.ndarray
-    """int32 pages of each sequence in order, up to the token's own; 0 beyond."""
+    """int32 pages of each sequence in order, up to the token's own; 0 beyond. At least as wide as the longest."""
     sampling: SamplingRows
     adjustments: tuple[tuple[int, Adjustment], ...] = ()
     """(index into D, what it asks for)."""

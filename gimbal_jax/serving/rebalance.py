@@ -10,78 +10,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gimbal_jax.config import ModelConfig, PlacementConfig, ServerConfig
-from gimbal_jax.scheduler.migration import Round, plan_rounds
-from gimbal_jax.scheduler.objective import placement_cost_L
-from gimbal_jax.scheduler.placement import Proposal, policy_weights, propose
-from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share, smooth_windows
+from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.scheduler.placement import Proposal, propose
+from gimbal_jax.scheduler.traffic import expert_pressure_S, smooth_windows
+from gimbal_jax.serving.placement_decision import (
+    Decision,
+    Evenness,
+    Propose,
+    decide,
+    evenness,
+    rounds_between,
+    share_saved,
+)
 from gimbal_jax.serving.runner import DevicesLost, Runner
 from gimbal_jax.serving.status import Outcome, PlacementRecord, PlacementTotals
-
-Propose = Callable[[np.ndarray, np.ndarray, int, PlacementConfig], Proposal]
-"""A placement policy: (counts_LSE, slot_of_expert_LE in force, ranks, settings) to a proposal, as ``propose``."""
+from gimbal_jax.serving.step_counts import StepCounts
 
 RECORDS = 100
 """Placement decisions kept for clients."""
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """What the placement thread hands back."""
-
-    proposal: Proposal
-    rounds: list[tuple[int, Round]]
-    """(MoE layer, round) in the order to run them."""
-    seconds: float
-    achieved_gain: float | None
-    """Of the placement in force, where it was still to be judged."""
-
-
-def _decide(
-    policy: Propose,
-    counts_LSE: np.ndarray,
-    slot_of_expert_LE: np.ndarray,
-    config: ServerConfig,
-    window_LSE: np.ndarray,
-    left_slot_LE: np.ndarray | None,
-) -> _Decision:
-    """``left_slot_LE`` was left for the placement in force, which ``window_LSE`` is the first to judge."""
-    began = time.perf_counter()
-    proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh.ranks, config.placement)
-    rounds = _rounds(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
-    seconds = time.perf_counter() - began
-    gain = None if left_slot_LE is None else gain_of(window_LSE, slot_of_expert_LE, left_slot_LE, config)
-    return _Decision(proposal, rounds, seconds, gain)
-
-
-def gain_of(
-    counts_LSE: np.ndarray, new_slot_LE: np.ndarray, old_slot_LE: np.ndarray, config: ServerConfig
-) -> float | None:
-    """Share of the objective that going from the old placement to the new one saves on this traffic, moves included.
-
-    None where staying costs nothing, as without traffic.
-    """
-    ranks, weights = config.mesh.ranks, policy_weights(config.placement)
-    before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, ranks, weights).mean())
-    after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, ranks, weights).mean())
-    return _share_saved(before, after)
-
-
-def _share_saved(before: float, after: float) -> float | None:
-    return 1 - after / before if before > 0 else None
-
-
-def _rounds(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, config: ServerConfig) -> list[tuple[int, Round]]:
-    return [
-        (layer, moves)
-        for layer, (old_slot_E, new_slot_E) in enumerate(zip(old_slot_LE, new_slot_LE, strict=True))
-        for moves in plan_rounds(old_slot_E, new_slot_E, config.mesh.ranks, config.placement.rows_per_pair)
-    ]
-
-
 def move_to(runner: Runner, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> None:
     """Bring a runner that no server uses yet to this placement."""
-    for layer, moves in _rounds(runner.slot_of_expert_LE, slot_of_expert_LE, config):
+    for layer, moves in rounds_between(runner.slot_of_expert_LE, slot_of_expert_LE, config):
         runner.migrate(layer, moves)
 
 
@@ -130,20 +82,31 @@ class Rebalancer:
         self._open_LSE = np.zeros(shape, np.int64)
         self._recent_LSE = np.zeros(shape, np.int64)
         self._smoothed_LSE = np.zeros(shape, np.int64)
-        self._open_steps = self._recent_steps = self._uncounted_steps = 0
+        self._window_steps = config.placement.window_steps
+        self._counts = StepCounts(runner)
+        self._open_steps = self._recent_steps = 0
         self._asked = False
-        self._decision: Future[_Decision] | None = None
+        self._decision: Future[Decision] | None = None
         self._rounds: deque[tuple[int, Round]] = deque()
         self._left_LE: np.ndarray | None = None
         """The placement that the last one applied came from, until a window has judged that."""
 
     def stepped(self) -> None:
-        """A step has run."""
-        self._uncounted_steps += 1
+        """A step was enqueued."""
+        self._counts.enqueued()
+
+    def fetched(self) -> None:
+        """The results of the oldest step in flight were fetched."""
+        self._counts.fetched()
 
     def ask(self) -> None:
         """Close the window at the next tick, however short it is."""
         self._asked = True
+
+    def begin(self, trace_due: bool) -> None:
+        """A tick begins: where steps are in flight, what it will want to know of them is counted with their results."""
+        if self._counts.in_flight and (trace_due or self._closes_next):
+            self._counts.begin()
 
     def tick(self, now: float, step: int) -> None:
         """Between two steps: move some experts, take in a decision, close the window."""
@@ -154,26 +117,39 @@ class Rebalancer:
         elif self._decision is not None:
             if self._decision.done():
                 self._take_decision(now, step)
-        elif self._asked or self.open_steps >= self._config.placement.window_steps:
+        elif self._closes_next and self.collect() and (self._asked or self._open_steps >= self._window_steps):
             self._close_window(now, step)
 
     @property
     def open_steps(self) -> int:
         """Steps of the window that is open."""
-        return self._open_steps + self._uncounted_steps
+        return self._open_steps + self._counts.uncounted
 
-    def collect(self) -> None:
-        """Fetch what was counted on the devices since the last call."""
-        if self._uncounted_steps:
-            counts_LSE = self._runner.take_counts()
-            for sums in (self.total_LSE, self._open_LSE, self._recent_LSE):
-                sums += counts_LSE
-            self._open_steps += self._uncounted_steps
-            self._recent_steps += self._uncounted_steps
-            self._uncounted_steps = 0
+    @property
+    def _closes_next(self) -> bool:
+        """Whether closing the window is what comes next."""
+        busy = self._rounds or self._decision is not None
+        return not busy and (self._asked or self.open_steps >= self._window_steps)
+
+    def collect(self) -> bool:
+        """Add what was counted on the devices, as far as that waits for no step.
+
+        False if nothing came in although steps are uncounted: then ``begin`` was too late for it.
+        """
+        if not self._counts.in_flight:
+            self._counts.begin()
+        taken = self._counts.take()
+        if taken is None:
+            return self._counts.uncounted == 0
+        counts_LSE, steps = taken
+        for sums in (self.total_LSE, self._open_LSE, self._recent_LSE):
+            sums += counts_LSE
+        self._open_steps += steps
+        self._recent_steps += steps
+        return True
 
     def pressure_S(self) -> np.ndarray:
-        """Expert pressure of each engine since the last call (paper 4.1)."""
+        """Expert pressure of each engine in the steps counted since the last call (paper 4.1)."""
         self.collect()
         ranks, slots = self._config.mesh.ranks, self._runner.slot_of_expert_LE
         form = self._config.dispatch.expert_pressure
@@ -183,7 +159,6 @@ class Rebalancer:
         return pressure_S
 
     def _close_window(self, now: float, step: int) -> None:
-        self.collect()
         self.window_LSE, slots_LE = self._open_LSE, self._runner.slot_of_expert_LE
         if self._on_window is not None:
             self._on_window(ClosedWindow(self.window_LSE, slots_LE, self._open_steps, step, now))
@@ -191,14 +166,16 @@ class Rebalancer:
         self._open_steps, self._asked = 0, False
         self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
         self._decision = self._executor.submit(
-            _decide, self._policy, self._smoothed_LSE, slots_LE, self._config, self.window_LSE, self._left_LE
+            decide, self._policy, self._smoothed_LSE, slots_LE, self._config, self.window_LSE, self._left_LE
         )
 
     def _take_decision(self, now: float, step: int) -> None:
         assert self._decision is not None
         future, self._decision = self._decision, None
         if error := future.exception():
-            self.records.append(self._record(now, step, "failed", f"decision failed: {error}"))
+            as_it_was = evenness(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh.ranks)
+            record = self._record(now, step, "failed", f"decision failed: {error}", as_it_was, as_it_was)
+            self.records.append(record)
             self._add(failed_decisions=1)
             return
         decision = future.result()
@@ -207,7 +184,8 @@ class Rebalancer:
             self.totals = replace(self.totals, achieved_gain=decision.achieved_gain)
             self._left_LE = None
         outcome: Outcome = "migrating" if decision.rounds else "kept"
-        record = self._record(now, step, outcome, decision.proposal.reason, decision.proposal)
+        proposal = decision.proposal
+        record = self._record(now, step, outcome, proposal.reason, decision.before, decision.after, proposal)
         self.records.append(replace(record, seconds=decision.seconds))
         self._rounds.extend(decision.rounds)
         if decision.rounds:
@@ -236,7 +214,7 @@ class Rebalancer:
             self.records[-1] = replace(self.records[-1], outcome="applied")
             self.experts_moved += self.records[-1].experts_moved
             self.last_rebalance = now
-            predicted = _share_saved(self.records[-1].cost_before, self.records[-1].cost_after)
+            predicted = share_saved(self.records[-1].cost_before, self.records[-1].cost_after)
             self._add(applied=1)
             self.totals = replace(self.totals, predicted_gain=predicted, achieved_gain=None)
 
@@ -244,10 +222,15 @@ class Rebalancer:
         self.totals = replace(self.totals, **{name: getattr(self.totals, name) + value for name, value in more.items()})
 
     def _record(
-        self, now: float, step: int, outcome: Outcome, reason: str, proposal: Proposal | None = None
+        self,
+        now: float,
+        step: int,
+        outcome: Outcome,
+        reason: str,
+        before: Evenness,
+        after: Evenness,
+        proposal: Proposal | None = None,
     ) -> PlacementRecord:
-        old_LE, ranks = self._runner.slot_of_expert_LE, self._config.mesh.ranks
-        new_LE = proposal.slot_of_expert_LE if proposal and proposal.apply else old_LE
         return PlacementRecord(
             time=now,
             step=step,
@@ -256,10 +239,10 @@ class Rebalancer:
             reason=reason,
             cost_before=proposal.cost_before if proposal else 0.0,
             cost_after=proposal.cost_after if proposal else 0.0,
-            imbalance_before=float(imbalance_L(self.window_LSE, old_LE, ranks).mean()),
-            imbalance_after=float(imbalance_L(self.window_LSE, new_LE, ranks).mean()),
-            remote_share_before=remote_share(self.window_LSE, old_LE, ranks),
-            remote_share_after=remote_share(self.window_LSE, new_LE, ranks),
+            imbalance_before=before.imbalance,
+            imbalance_after=after.imbalance,
+            remote_share_before=before.remote_share,
+            remote_share_after=after.remote_share,
             experts_moved=proposal.experts_moved if proposal and proposal.apply else 0,
             seconds=0.0,
         )

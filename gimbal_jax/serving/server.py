@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Decision
@@ -16,10 +17,14 @@ from gimbal_jax.serving.counts_dump import CountsDump
 from gimbal_jax.serving.engine import Engine
 from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.histogram import Histogram
-from gimbal_jax.serving.rebalance import Propose, Rebalancer
+from gimbal_jax.serving.placement_decision import Propose
+from gimbal_jax.serving.plan import Plan
+from gimbal_jax.serving.prefix import PageNews
+from gimbal_jax.serving.rebalance import Rebalancer
 from gimbal_jax.serving.request import Output, Request, reason_of
 from gimbal_jax.serving.runner import Runner
 from gimbal_jax.serving.status import State, Status
+from gimbal_jax.serving.step_profile import StepProfile
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -28,6 +33,15 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 class Interrupted(Exception):
     """The warm-up ends early, because the server is to stop."""
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """A step whose results are not fetched yet."""
+
+    plans: list[Plan]
+    enqueued: float
+    """When it was."""
 
 
 class Server:
@@ -50,6 +64,7 @@ class Server:
         self.model, self.config = model, config
         self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
         self.on_bound: Callable[[float, list[tuple[str, Decision]]], None] = lambda now, bound: None
+        self.on_pages: Callable[[list[PageNews]], None] = lambda news: None
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
@@ -63,11 +78,15 @@ class Server:
         self._traces: tuple[Trace, ...] = ()
         self._published = -float("inf")
         self._step = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._fetched_at = -float("inf")
+        self._profile = StepProfile(clock)
         self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
-        self._wake = threading.Condition()  # guards the four below
+        self._wake = threading.Condition()  # guards the five below
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
         self._waiting = [0] * len(self._queues)  # in each queue, or in the inbox on the way to it
+        self._flush = False
         self._stopping = False
         self._thread: threading.Thread | None = None
         # Arrays change between ticks only; status() copies them in between.
@@ -107,6 +126,12 @@ class Server:
             self._cancelled.append(request_id)
             self._wake.notify()
 
+    def flush_cache(self) -> None:
+        """At the next tick, drop the pages of the prefix caches that no sequence uses."""
+        with self._wake:
+            self._flush = True
+            self._wake.notify()
+
     def rebalance(self) -> None:
         """Ask for a placement decision at the next tick."""
         self.rebalancer.ask()
@@ -139,7 +164,7 @@ class Server:
                 self._state = "draining"
 
     def stop(self) -> None:
-        """End the engine thread after its current tick, whatever is left."""
+        """End the engine thread after its current tick and the steps in flight, whatever is left."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -152,33 +177,39 @@ class Server:
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
         with self._ticking:
+            lap, enqueued = self._profile.lap, False
+            self._profile.begin()
+            trace_due = now - self._published >= self.config.dispatch.trace_period_s
+            self.rebalancer.begin(trace_due)
             news = self._drain_inbox()
+            lap("other")
+            while self._in_flight and any(engine.waits_for_tokens for engine in self.engines):
+                news += self._fetch()
             bound, failed = self._central.bind(now)
             news += failed
             if bound:
                 self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
-            if any(plan.chunks for plan in plans):
-                began = self._clock()
-                results = self._runner.step(plans)
-                self._step_seconds.observe(self._clock() - began)
-                self._step_tokens.observe(sum(plan.tokens for plan in plans))
-                for engine, plan, chosen in zip(self.engines, plans, results, strict=True):
-                    news += engine.commit(plan, chosen)
-                self._step += 1
-                self.rebalancer.stepped()
-            if news:
-                self.on_outputs(news)
+            lap("schedule")
+            if any(plan.tokens for plan in plans):
+                self._enqueue(plans)
+                enqueued = True
+            if len(self._in_flight) > self._runner.ahead or (self._in_flight and not enqueued):
+                news += self._fetch()
+            self._emit(news)
             self.rebalancer.tick(now, self._step)
-            if now - self._published >= self.config.dispatch.trace_period_s:
+            if trace_due:
                 self._publish(now)
             self._count_waiting()
+            lap("other")
+            if enqueued:
+                self._profile.end()
 
     def status(self) -> Status:
         """The server at one moment, between two ticks."""
         with self._ticking:
             if self._state != "failed":  # the devices may have lost their counters with the step that failed
-                self.rebalancer.collect()
+                self.rebalancer.collect()  # complete unless steps are in flight
             return Status(
                 state=self._state,
                 error=self._error,
@@ -202,13 +233,51 @@ class Server:
                 compiles_after_warmup=self._runner.compiles_after_warmup(),
                 step_seconds=self._step_seconds.record(),
                 step_tokens=self._step_tokens.record(),
+                prefix_queries_S=tuple(engine.prefix_queries for engine in self.engines),
+                prefix_hits_S=tuple(engine.prefix_hits for engine in self.engines),
+                cached_pages_S=tuple(engine.cached_pages for engine in self.engines),
+                phases=self._profile.times(),
             )
+
+    def _enqueue(self, plans: list[Plan]) -> None:
+        began = self._clock()
+        self._runner.enqueue(plans, self._profile.lap)
+        self._in_flight.append(_InFlight(plans, began))
+        self._step_tokens.observe(sum(plan.tokens for plan in plans))
+        self.rebalancer.stepped()
+        self._profile.lap("enqueue")
+
+    def _fetch(self) -> list[Output]:
+        """Wait for the oldest step, and give the engines what came of it."""
+        step = self._in_flight.popleft()
+        results = self._runner.results()
+        now = self._clock()
+        # It began when it was enqueued or when the devices were done with the one before it.
+        self._step_seconds.observe(now - max(step.enqueued, self._fetched_at))
+        self._fetched_at = now
+        self._profile.lap("wait")
+        news = []
+        for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
+            news += engine.commit(plan, result)
+        self._step += 1
+        self.rebalancer.fetched()
+        self._profile.lap("commit")
+        return news
+
+    def _emit(self, news: list[Output]) -> None:
+        pages = [changed for engine in self.engines if (changed := engine.take_news()) is not None]
+        if pages:
+            self.on_pages(pages)
+        if news:
+            self.on_outputs(news)
+        self._profile.lap("emit")
 
     def _drain_inbox(self) -> list[Output]:
         """Hand new requests to their engines, and end cancelled ones; returns how those ended that none could take."""
         with self._wake:
             requests, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
+            flush, self._flush = self._flush, False
         failed = []
         for request in requests:
             try:
@@ -217,6 +286,9 @@ class Server:
                 failed.append(not_taken_in(request, error))
         for request_id in cancelled:
             any(queue.cancel(request_id) for queue in self._queues)
+        if flush:
+            for engine in self.engines:
+                engine.flush_cache()
         return failed
 
     def _count_waiting(self) -> None:
@@ -245,8 +317,9 @@ class Server:
             while not self._stopping:
                 self.tick(self._clock())
                 with self._wake:
-                    if not self._stopping and not self._has_work():
+                    if not self._stopping and not self.has_work:
                         self._wake.wait(self.config.dispatch.trace_period_s)
+            self._fetch_all()
             self._end("stopped", "the server has stopped")
         except Interrupted:
             self._end("stopped", "the server has stopped")
@@ -256,8 +329,15 @@ class Server:
         finally:
             on_end()
 
-    def _has_work(self) -> bool:
-        queued = self._inbox or self._cancelled or self._central.waiting
+    def _fetch_all(self) -> None:
+        with self._ticking:
+            while self._in_flight:
+                self._emit(self._fetch())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next tick has more to do than to publish traces; a step in flight is work."""
+        queued = self._inbox or self._cancelled or self._flush or self._central.waiting or self._in_flight
         return bool(queued) or not all(engine.idle for engine in self.engines)
 
     def _end(self, state: State, reason: str) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.plan import NextToken, Plan
+from gimbal_jax.serving.plan import Plan, StepResult
+from gimbal_jax.serving.runner import Lap
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
 
 
 class SimulatedRunner:
-    """A ``Runner`` on a virtual clock. No token ends an output: lengths come with the requests."""
+    """A ``Runner`` on a virtual clock. No token ends an output: lengths come with the requests.
+
+    Tokens, counts and prices of a step are settled when it is enqueued; its time passes when one waits for its results.
+    """
+
+    ahead = 0
+    """The prices are of steps and all that is between them, measured without overlap."""
 
     def __init__(
         self,
@@ -49,29 +56,35 @@ class SimulatedRunner:
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._counts_LSE = self._no_counts()
-        self._next_tokens = [NextToken(router.output_token(token_id)) for token_id in range(router.token_ids)]
-        """After a token of each id."""
+        self._after = np.array([router.output_token(token_id) for token_id in range(router.token_ids)], np.int32)
+        """The token after each one."""
+        self._in_flight: deque[tuple[list[StepResult], float]] = deque()
+        """Results, and the seconds until they are there."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._slots_LE
 
-    def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
         work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
+        lap("batch")
         self._add_up(work)
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)
         self.steps += 1
-        seconds = sum(parts.values())
+        self._in_flight.append(([self._result(plan) for plan in plans], sum(parts.values())))
+
+    def results(self) -> list[StepResult]:
+        results, seconds = self._in_flight.popleft()
         self._clock.advance(seconds)
         self._on_time(seconds)
-        return [self._choices(plan) for plan in plans]
+        return results
 
-    def take_counts(self) -> np.ndarray:
+    def begin_counts(self) -> Callable[[], np.ndarray]:
         counts_LSE, self._counts_LSE = self._counts_LSE, self._no_counts()
-        return counts_LSE
+        return lambda: counts_LSE
 
     def migrate(self, layer: int, moves: Round) -> None:
         seconds = self._costs.migration_seconds(moves, self._overlapped)
@@ -104,7 +117,7 @@ class SimulatedRunner:
                     blocks_G.append((s, router.count_blocks(router.profile(token_id, s, now), blocks, self._rng)))
                 token_ids += [token_id] * rest
                 sources += [s] * rest
-            token_ids += [int(chunk.tokens[0]) for chunk in plan.decode]
+            token_ids += plan.decode.token_D.tolist()
             sources += [s] * len(plan.decode)
         source_B = np.array(sources, np.int64)
         profile_B = router.profile(np.array(token_ids, np.int64), source_B, now)
@@ -128,16 +141,15 @@ class SimulatedRunner:
         self.remote_pairs += pairs - int(local_LS.sum())
         self.fullest_pairs += int(work.load_LR.max(axis=1).sum())
 
-    def _choices(self, plan: Plan) -> list[NextToken | None]:
-        after = self._next_tokens
-        chosen: list[NextToken | None] = [after[chunk.tokens[0]] for chunk in plan.decode]
-        return chosen + [None if chunk.sampling is None else after[chunk.tokens[-1]] for chunk in plan.prefill]
+    def _result(self, plan: Plan) -> StepResult:
+        last_C = np.array([chunk.tokens[-1] for chunk in plan.prefill], np.int32)
+        return StepResult(self._after[plan.decode.token_D], self._after[last_C], {}, {})
 
 
 def engine_work(plan: Plan) -> EngineWork:
     """What a plan computes."""
     return EngineWork(
-        decode_contexts=np.array([chunk.start + 1 for chunk in plan.decode], np.int64),
+        decode_contexts=plan.decode.start_D.astype(np.int64) + 1,
         prefill=tuple((chunk.start, len(chunk.tokens)) for chunk in plan.prefill),
         chosen=len(plan.decode) + sum(chunk.sampling is not None for chunk in plan.prefill),
     )

@@ -120,6 +120,7 @@ def testbed(scenario: Scenario) -> Testbed:
         max_rows=scenario.max_rows,
         token_budget=scenario.token_budget,
         max_queue=max(GPU_ENGINE.max_queue, scenario.workload.requests),
+        prefix_cache=False,
         exchange=scenario.exchange,
     )
     return Testbed(MODEL, scenario.mesh, engine)

@@ -6,15 +6,19 @@ import numpy as np
 
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.serving.engine import max_sequence_tokens
-from gimbal_jax.serving.plan import Chunk, NextToken, Plan
+from gimbal_jax.serving.plan import ON_DEVICE, Plan, StepResult
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import Request, SamplingParams, TokenLogprobs
 
 VOCAB = 7
 
 
-def request(name, prompt, max_tokens=4, arrival=0.0, sequence=1, **sampling) -> Request:
+def request(name, prompt, max_tokens=4, arrival=0.0, sequence=1, page_size=None, **sampling) -> Request:
+    """It may share its beginning with others if it is told the ``page_size``."""
     prompt = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
-    return Request(str(name), prompt, SamplingParams(max_tokens=max_tokens, **sampling), arrival, 0, sequence)
+    hashes = page_hashes(prompt, page_size) if page_size else ()
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return Request(str(name), prompt, params, arrival, 0, sequence, page_hashes=hashes)
 
 
 def next_token(context, seed, suppress) -> int:
@@ -37,21 +41,52 @@ def alone(request: Request, config: EngineConfig) -> tuple[tuple[int, ...], str]
 
 
 class PagedModel:
-    """Keeps the tokens themselves as its "keys and values"."""
+    """Keeps the tokens themselves as its "keys and values", and the last token of each row."""
 
     def __init__(self, config: EngineConfig):
         self.cache = np.full((config.num_pages, config.page_size), -1)
+        self.last_R = np.full(config.max_rows, -1)
 
-    def __call__(self, plan: Plan) -> list[NextToken | None]:
-        page_size = self.cache.shape[1]
-        for chunk in plan.chunks:
-            for position, token in enumerate(chunk.tokens, chunk.start):
-                self.cache[chunk.pages[position // page_size], position % page_size] = token
-        return [self._choose(chunk) for chunk in plan.chunks]
+    def __call__(self, plan: Plan) -> StepResult:
+        """All writes come first, as in each layer of a step."""
+        decode, page_size = plan.decode, self.cache.shape[1]
+        token_D = np.where(decode.token_D == ON_DEVICE, self.last_R[decode.row_D], decode.token_D)
+        page_D = decode.page_table_DM[np.arange(len(decode)), decode.start_D // page_size]
+        self.cache[page_D, decode.start_D % page_size] = token_D
+        for chunk in plan.prefill:
+            positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+            self.cache[chunk.pages[positions // page_size], positions % page_size] = chunk.tokens
+        adjustments, logprobs = dict(decode.adjustments), {}
+        token_D = np.array(
+            [
+                self._choose(decode.page_table_DM[i], start + 1, int(decode.sampling.seed_D[i]), adjustments.get(i))
+                for i, start in enumerate(decode.start_D.tolist())
+            ],
+            np.int32,
+        )
+        token_C = np.array([self._after(chunk) for chunk in plan.prefill], np.int32)
+        wanted_D = (decode.sampling.logprobs_D >= 0).tolist()
+        chosen = list(zip(decode.row_D.tolist(), token_D.tolist(), wanted_D, strict=True))
+        for chunk, token in zip(plan.prefill, token_C.tolist(), strict=True):
+            if chunk.sampling is not None:
+                chosen.append((chunk.row, token, chunk.sampling.logprobs is not None))
+        for row, token, wanted in chosen:
+            self.last_R[row] = token
+            if wanted:
+                logprobs[row] = TokenLogprobs(-0.5, (token,), (-0.5,))
+        targets = {
+            chunk.row: tuple(TokenLogprobs(float(token), (), ()) for token in chunk.targets)  # as its own probability
+            for chunk in plan.prefill
+            if chunk.targets is not None
+        }
+        return StepResult(token_D, token_C, logprobs, targets)
 
-    def _choose(self, chunk: Chunk) -> NextToken | None:
+    def _after(self, chunk) -> int:
         if chunk.sampling is None:
-            return None
-        context = self.cache[chunk.pages].reshape(-1)[: chunk.start + len(chunk.tokens)].tolist()
-        token = next_token(context, chunk.sampling.seed, chunk.suppress)
-        return NextToken(token, None if chunk.sampling.logprobs is None else TokenLogprobs(-0.5, (token,), (-0.5,)))
+            return 0
+        return self._choose(chunk.pages, chunk.start + len(chunk.tokens), chunk.sampling.seed, chunk.adjustment)
+
+    def _choose(self, pages, length, seed, adjustment) -> int:
+        context = self.cache[pages].reshape(-1)[:length].tolist()
+        assert min(context) >= 0, "a token that nobody has computed"
+        return next_token(context, seed, adjustment.suppress if adjustment else ())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gimbal_jax.config import MeshConfig, QueuePolicy
 from gimbal_jax.serving.frontend import QueueFull
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import Request, SamplingParams
 from tests.serving.ticked_server import CONFIG, FREE, new_server, open_server, tick, wait_for
 
@@ -143,4 +144,55 @@ def test_late_gives_a_step_only_what_it_has_room_for_and_serves_all(requests, po
                 break
         assert outputs.ends() == {f"r{i}": ("length", "") for i in range(len(requests))}
         for i, (prompt, tokens, _) in enumerate(requests):
+            assert outputs.tokens(f"r{i}") == list(range(prompt, prompt + tokens))
+
+
+def shared(name: str, prompt, max_tokens: int = 4, **fields) -> Request:
+    return unbound(name, prompt, max_tokens, page_hashes=page_hashes(prompt, LATE.engine.page_size), **fields)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_late_requests_go_where_their_beginning_is_known(ahead):
+    with open_server(LATE, ahead) as (server, _, outputs):
+        engines: dict[str, int | None] = {}
+        server.on_bound = lambda now, bound: engines.update((name, decision.engine) for name, decision in bound)
+        server.submit(shared("first", range(9), 1))
+        tick(server, 2)
+        server.submit(shared("again", range(10), 1))  # although it is the other one's turn
+        server.submit(shared("other", range(20, 29), 1))
+        tick(server, 3)
+        assert engines == {"first": 0, "again": 0, "other": 1}
+        assert server.status().tokens_computed_S == (9 + 2, 9)
+        assert outputs.ends() == dict.fromkeys(engines, ("length", ""))
+
+
+def test_the_central_queue_goes_by_what_is_left_to_compute():
+    config = replace(LATE, mesh=MeshConfig(), queue=replace(LATE.queue, policy="sjf_aging"))
+    with open_server(config) as (server, _, outputs):
+        server.submit(shared("first", range(17), 1))
+        tick(server, 2)
+        outputs.all.clear()
+        server.submit(shared("short", range(40, 49), 1))
+        server.submit(shared("known", range(20), 1))  # 4 of 20 tokens
+        tick(server, 1)
+        assert [output.request_id for output in outputs.all] == ["known", "short"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), max_size=20), st.integers(13, 20))
+def test_whoever_is_bound_starts_at_once_although_it_shares_pages(requests, pages):
+    """Pages that the cache keeps are free ones until they are taken: bound requests must not count them twice."""
+    engine = replace(LATE.engine, num_pages=pages, max_rows=3)
+    with open_server(replace(LATE, engine=engine)) as (server, _, outputs):
+        for i, (prompt, tokens) in enumerate(requests):
+            server.submit(shared(f"r{i}", range(prompt), tokens))
+        for now in range(400):
+            preempted = sum(engine.preemptions for engine in server.engines)
+            waited = sum(engine.waiting for engine in server.engines)
+            server.tick(float(now))
+            preempted = sum(engine.preemptions for engine in server.engines) - preempted
+            assert sum(engine.waiting for engine in server.engines) <= waited + preempted
+            if len(outputs.ends()) == len(requests):
+                break
+        for i, (prompt, tokens) in enumerate(requests):
             assert outputs.tokens(f"r{i}") == list(range(prompt, prompt + tokens))

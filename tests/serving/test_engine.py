@@ -4,17 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gimbal_jax.config import EngineConfig
 from gimbal_jax.scheduler.late import Room
 from gimbal_jax.scheduler.queue import Job
-from gimbal_jax.serving.engine import Engine, max_sequence_tokens
-from gimbal_jax.serving.plan import Chunk, NextToken, Plan
-from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
-from tests.serving.paged_model import VOCAB, PagedModel, alone, request
-from tests.serving.stepped_engine import CONFIG, FCFS, HRRN, PRIORITY, SJF, ids, result, run, step
+from gimbal_jax.serving.engine import Engine
+from gimbal_jax.serving.plan import NOT_FINITE, Adjustment, Plan, StepResult
+from gimbal_jax.serving.request import Output, TokenLogprobs
+from tests.serving.paged_model import PagedModel, alone, request
+from tests.serving.stepped_engine import CONFIG, FCFS, SJF, result, run, schedule, step
 
 # -- pages ------------------------------------------------------------------
 
@@ -28,10 +25,10 @@ def test_the_youngest_is_preempted_and_recomputed():
     plans, news = zip(*run(engine, config), strict=True)
     # Each holds 2 pages; "old" needs its third for the 9th token, when "young" has 9 tokens, 8 of them computed.
     alone_again = [("old", 1)]
-    assert [ids(plan.chunks) for plan in plans[2:6]] == [[("old", 1), ("young", 1)], *[alone_again] * 3]
+    assert [plan.all for plan in plans[2:6]] == [[("old", 1), ("young", 1)], *[alone_again] * 3]
     assert engine.preemptions == 1
     # "old" computes 13 of its 14 tokens; then "young" starts anew with all of its 9.
-    assert [ids(plan.prefill) for plan in plans[8:9]] == [[("young", 9)]]
+    assert [plan.prefill for plan in plans[8:9]] == [[("young", 9)]]
     outputs = [out for step_outputs in news for out in step_outputs]
     assert [result(outputs, req.id) for req in (old, young)] == [alone(old, config), alone(young, config)]
     assert engine.tokens_computed == 2 * 13 + 8
@@ -46,7 +43,7 @@ def test_a_started_prefill_can_be_preempted_and_nothing_is_let_in_by_that_step()
     engine.add(request("small", 2, sequence=3))
     step(engine, model)
     plan, _ = step(engine, model)  # "old" has 9 tokens now
-    assert (ids(plan.chunks), engine.preemptions, engine.free_pages) == ([("old", 1)], 1, 5)
+    assert (plan.all, engine.preemptions, engine.free_pages) == ([("old", 1)], 1, 5)
     assert engine.trace(0.0, 0.0).waiting_prefill_tokens == 22 + 2
 
 
@@ -89,41 +86,48 @@ def test_cancel_frees_pages_at_once_also_with_a_step_in_flight():  # trap 19
 # -- what a request asks for besides tokens --------------------------------
 
 
-def first_output(engine: Engine, answer) -> Output:
-    """Step until something comes out; ``answer`` gives what the devices would for a chunk."""
+def answer(plan: Plan, choose=lambda row, adjustment: 5) -> StepResult:
+    """What devices would give: the tokens of ``choose``, and as the log probability of a prompt token the token."""
+    adjustments = dict(plan.decode.adjustments)
+    token_D = [choose(row, adjustments.get(i)) for i, row in enumerate(plan.decode.row_D.tolist())]
+    token_C = [choose(chunk.row, chunk.adjustment) for chunk in plan.prefill]
+    targets = {
+        chunk.row: tuple(TokenLogprobs(float(token), (), ()) for token in chunk.targets)
+        for chunk in plan.prefill
+        if chunk.targets is not None
+    }
+    return StepResult(np.array(token_D, np.int32), np.array(token_C, np.int32), {}, targets)
+
+
+def first_output(engine: Engine) -> Output:
+    """Step until something comes out."""
     for _ in range(50):
         plan = engine.schedule(0.0)
-        if news := engine.commit(plan, [answer(chunk) for chunk in plan.chunks]):
+        if news := engine.commit(plan, answer(plan)):
             return news[0]
     raise AssertionError("nothing came out")
-
-
-def logprobs_of(chunk: Chunk) -> NextToken:
-    """As the log probability of a prompt token, the token itself."""
-    targets = () if chunk.targets is None else tuple(TokenLogprobs(float(t), (), ()) for t in chunk.targets)
-    return NextToken(5 if chunk.sampling else None, prompt_logprobs=targets)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 16, 17, 40])
 def test_prompt_logprobs_are_of_every_prompt_token_but_the_first_however_it_is_chunked(prompt_tokens):
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", prompt_tokens, prompt_logprobs=2))
-    output = first_output(engine, logprobs_of)
+    output = first_output(engine)
     assert [entry.chosen for entry in output.prompt_logprobs] == list(range(1, prompt_tokens))
-    assert first_output(engine, logprobs_of).prompt_logprobs == ()
+    assert first_output(engine).prompt_logprobs == ()
 
 
 def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_first_did():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine = Engine(0, config, FCFS)
     engine.add(request("old", 7, 9, sequence=1))
-    first_output(engine, logprobs_of)
+    first_output(engine)
     engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
     outputs: list[Output] = []
     now = 0.0
     while not engine.idle:
         plan = engine.schedule(now := now + 1)
-        outputs += engine.commit(plan, [logprobs_of(chunk) for chunk in plan.chunks])
+        outputs += engine.commit(plan, answer(plan))
     assert engine.preemptions == 1
     (output,) = [output for output in outputs if output.request_id == "long"]
     assert output.started == 1.0
@@ -133,14 +137,17 @@ def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_fi
 def test_a_penalty_sees_all_tokens_and_which_are_the_prompts():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, presence_penalty=1.0))
-    histories = [
-        (chunk.history.tolist(), chunk.prompt_tokens)
-        for plan, _ in run(engine, CONFIG)
-        for chunk in plan.chunks
-        if chunk.history is not None
-    ]
+    asked = [one for planned, _ in run(engine, CONFIG) for one in adjustments_of(planned.plan)]
+    histories = [(np.array(one.history).tolist(), one.prompt_tokens) for one in asked]
+    assert all(one.params is not None and one.params.presence_penalty == 1.0 for one in asked)
     out = first_tokens(4)
-    assert histories == [([0, 1, 2, *out[:n]], 3) for n in range(4)]
+    # Without the last token to compute, which the step has.
+    assert histories == [([0, 1, 2, *out[:n]][:-1], 3) for n in range(4)]
+
+
+def adjustments_of(plan: Plan) -> list[Adjustment]:
+    of_chunks = [chunk.adjustment for chunk in plan.prefill if chunk.adjustment is not None]
+    return [adjustment for _, adjustment in plan.decode.adjustments] + of_chunks
 
 
 class Turns:
@@ -158,8 +165,8 @@ class Turns:
         self.turn += 1
 
 
-def lowest_allowed(chunk: Chunk) -> NextToken:
-    return NextToken(int(chunk.allowed[0]).bit_length() - 1 if chunk.allowed is not None else 6)
+def lowest_allowed(row, adjustment) -> int:
+    return int(adjustment.allowed[0]).bit_length() - 1 if adjustment is not None else 6
 
 
 def test_a_grammar_follows_its_own_sequence():
@@ -169,7 +176,7 @@ def test_a_grammar_follows_its_own_sequence():
     outputs = []
     while not engine.idle:
         plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+        outputs += engine.commit(plan, answer(plan, lowest_allowed))
     assert [result(outputs, name)[0] for name in "123"] == [(0, 1, 2, 3), (6, 6, 6, 6), (0, 1, 2, 3)]
 
 
@@ -180,8 +187,8 @@ def test_min_tokens_yield_to_a_grammar_that_only_ends():
     suppressed, outputs = [], []
     while not engine.idle:
         plan = engine.schedule(0.0)
-        suppressed.append(plan.chunks[0].suppress)
-        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+        suppressed.append(adjustments_of(plan)[0].suppress)
+        outputs += engine.commit(plan, answer(plan, lowest_allowed))
     assert suppressed == [(1, 2), (), ()]
     assert result(outputs, "a") == ((0, 1), "stop")
 
@@ -193,7 +200,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone():
     outputs = []
     while not engine.idle:
         plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, [lowest_allowed(chunk) for chunk in plan.chunks])
+        outputs += engine.commit(plan, answer(plan, lowest_allowed))
     assert result(outputs, "bad") == ((0,), "error")
     assert "no such word" in next(out.error for out in outputs if out.error)
     assert result(outputs, "good") == ((6, 6, 6, 6), "length")
@@ -204,10 +211,14 @@ def test_a_sequence_without_a_next_token_fails_alone():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("bad", 3))
     engine.add(request("good", 3, sequence=2))
-    plan = engine.schedule(0.0)
-    bad, good = engine.commit(plan, [NextToken(None, error="not finite"), NextToken(1)])
-    assert (bad.finish_reason, bad.error, good.token_ids) == ("error", "not finite", (1,))
-    assert ids(engine.schedule(0.0).chunks) == [("good", 1)]
+    planned = schedule(engine)
+    tokens_C = np.array([NOT_FINITE, 1], np.int32)
+    bad, good = engine.commit(planned.plan, StepResult(np.zeros(0, np.int32), tokens_C, {}, {}))
+    assert (bad.finish_reason, bad.error, good.token_ids) == ("error", "its logits are not finite", (1,))
+    planned = schedule(engine)
+    assert planned.all == [("good", 1)]
+    (good,) = engine.commit(planned.plan, answer(planned.plan, lambda row, adjustment: NOT_FINITE))
+    assert good.finish_reason == "error" and engine.idle and engine.free_pages == CONFIG.num_pages
 
 
 def test_the_first_output_tells_when_the_first_step_began():
@@ -216,7 +227,7 @@ def test_the_first_output_tells_when_the_first_step_began():
     started = []
     for now in (1.0, 2.0, 3.0):
         plan = engine.schedule(now)
-        started += [out.started for out in engine.commit(plan, [logprobs_of(chunk) for chunk in plan.chunks])]
+        started += [out.started for out in engine.commit(plan, answer(plan))]
     assert started == [1.0, None]
 
 
@@ -240,8 +251,8 @@ def test_a_stop_token_ends_and_is_reported_but_not_emitted():
 def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, max_tokens=4, min_tokens=2, stop_token_ids=(1, 2)))
-    suppressed = [plan.chunks[0].suppress for plan, _ in run(engine, CONFIG)]
-    assert suppressed[:2] == [(1, 2), (1, 2)]
+    suppressed = [[one.suppress for one in adjustments_of(planned.plan)] for planned, _ in run(engine, CONFIG)]
+    assert suppressed[:2] == [[(1, 2)], [(1, 2)]]
     assert not any(suppressed[2:])
     assert len(suppressed) > 2
 
@@ -249,8 +260,12 @@ def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
 def test_a_stop_token_that_comes_before_min_tokens_does_not_end():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, max_tokens=4, min_tokens=1, stop_token_ids=(1,)))
-    assert engine.commit(engine.schedule(0.0), [NextToken(1)]) == [Output("a", (1,))]
-    (out,) = engine.commit(engine.schedule(0.0), [NextToken(1)])
+    plans = []
+    for _ in range(2):
+        plan = engine.schedule(0.0)
+        plans.append(engine.commit(plan, answer(plan, lambda row, adjustment: 1)))
+    (first,), (out,) = plans
+    assert first == Output("a", (1,))
     assert (out.token_ids, out.finish_reason) == ((), "stop")
 
 
@@ -339,95 +354,3 @@ def test_trap_6_what_ended_requests_leave_is_no_pressure():
     step(engine, model)
     trace = engine.trace(0.0, 0.0)
     assert (trace.kv_use, trace.kv_tokens, trace.running_requests) == (0, 0, 0)
-
-
-# -- everything at once -----------------------------------------------------
-
-
-@st.composite
-def engine_configs(draw) -> EngineConfig:
-    rows, tile = draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 8]))
-    return EngineConfig(
-        max_model_len=draw(st.integers(8, 40)),
-        page_size=draw(st.sampled_from([1, 4, 5])),
-        num_pages=draw(st.integers(3, 24)),
-        max_rows=rows,
-        token_budget=draw(st.integers(max(rows, tile), 24)),
-        tile=tile,
-    )
-
-
-@st.composite
-def workloads(draw):
-    """(configuration, queue, requests with the step they arrive in and perhaps the step they are cancelled in)."""
-    config = draw(engine_configs())
-    limit = max_sequence_tokens(config)
-    jobs = []
-    for i in range(draw(st.integers(1, 8))):
-        arrival = draw(st.integers(0, 12))
-        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=limit - 1))
-        max_tokens = draw(st.integers(1, 20))
-        params = SamplingParams(
-            max_tokens,
-            min_tokens=draw(st.integers(0, max_tokens)),
-            seed=draw(st.integers(0, 3)),
-            stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
-        )
-        cancel = draw(st.none() | st.integers(0, 15))
-        priority = draw(st.integers(-1, 1))
-        jobs.append((Request(str(i), tuple(prompt), params, arrival * 0.7, 0, i + 1, priority), arrival, cancel))
-    return config, draw(st.sampled_from([FCFS, SJF, HRRN, PRIORITY])), jobs
-
-
-@settings(max_examples=300, deadline=None)
-@given(workloads())
-def test_batched_is_one_by_one_and_pages_are_conserved(workload):
-    config, queue, jobs = workload
-    engine, model = Engine(0, config, queue), PagedModel(config)
-    tokens: dict[str, tuple[int, ...]] = {req.id: () for req, _, _ in jobs}
-    ends: dict[str, str] = {}
-    cancelled: set[str] = set()
-    computed = 0
-    for tick in range(2000):
-        for req, arrival, cancel in jobs:
-            if arrival == tick:
-                engine.add(req)
-            if cancel is not None and arrival + cancel == tick and engine.cancel(req.id):
-                cancelled.add(req.id)
-        if engine.idle and tick > 12:
-            break
-        busy = not engine.idle
-        plan = engine.schedule(tick * 0.7)
-        check_plan(plan, config)
-        assert (plan.tokens > 0) == busy, "a step without progress"
-        assert all(chunk.request_id in engine._running for chunk in plan.chunks)
-        outputs = engine.commit(plan, model(plan))
-        computed += plan.tokens
-        for out in outputs:
-            assert out.request_id not in cancelled
-            assert out.request_id not in ends
-            tokens[out.request_id] += out.token_ids
-            if out.finish_reason:
-                ends[out.request_id] = out.finish_reason
-        held = [page for seq in engine._running.values() for page in seq.pages[: seq.num_pages].tolist()]
-        assert len(set(held)) == len(held) == config.num_pages - engine.free_pages
-    assert engine.idle, "still busy after 2000 steps"
-    assert engine.free_pages == config.num_pages
-    assert engine.tokens_computed == computed
-    for req, _, _ in jobs:
-        if req.id in cancelled:
-            assert tokens[req.id] == alone(req, config)[0][: len(tokens[req.id])]
-        else:
-            assert (tokens[req.id], ends[req.id]) == alone(req, config)
-
-
-def check_plan(plan: Plan, config: EngineConfig) -> None:
-    assert plan.tokens <= config.token_budget
-    assert plan.tiles == sum(-(-len(chunk.tokens) // config.tile) for chunk in plan.prefill)
-    assert plan.tiles <= config.token_budget // config.tile
-    assert len(plan.chunks) <= config.max_rows
-    assert all(len(chunk.tokens) == 1 for chunk in plan.decode)
-    assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
-    for chunk in plan.chunks:
-        assert len(chunk.tokens) > 0
-        assert chunk.start + len(chunk.tokens) <= len(chunk.pages) * config.page_size

@@ -21,6 +21,7 @@ from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.engine_service import CHUNK_BYTES, EngineService
 from gimbal_jax.serving.frontend import Frontend
 from gimbal_jax.serving.model_files import load_model_files
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.validation import InvalidField
 from tests.serving.fake_server import (
     CONFIG,
@@ -33,8 +34,10 @@ from tests.serving.fake_server import (
     with_server,
     write_model_folder,
 )
+from tests.serving.page_news import pages_of, stored
 
 Code = grpc.StatusCode
+NO_CACHE = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, prefix_cache=False))
 
 
 def request(prompt=(5,), *, stream=True, id="", params=None, **fields):
@@ -253,7 +256,6 @@ async def test_no_tokenizer_is_not_found(core, client):
 async def test_what_is_missing_says_so(core, client):
     calls = {
         "Embed": client.engine.Embed(pb.EmbedRequest()),
-        "SubscribeKvEvents": client.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
     }
     for name, call in calls.items():
         with pytest.raises(grpc.aio.AioRpcError, match=f"{name}: ") as error:
@@ -340,10 +342,58 @@ def test_stop_string_ends_the_output(tmp_path):
         asyncio.run(main(core))
 
 
-@with_server()
-async def test_flush_says_that_nothing_is_kept(core, client):
+@with_server({"config": NO_CACHE})
+async def test_without_a_prefix_cache_nothing_is_hashed_flushed_or_told(core, client):
+    await responses(client, request(range(9)))
+    assert core.submitted[0].page_hashes == ()
     response = await client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=1))
-    assert response.success and "no prefix cache" in response.message
+    assert response.success and "no prefix cache" in response.message and core.flushes == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="SubscribeKvEvents: ") as error:
+        await client.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read()
+    assert error.value.code() == Code.UNIMPLEMENTED
+
+
+@with_server()
+async def test_cached_tokens_are_told_with_every_message(core, client):
+    prompt = list(range(9))
+    for params in ({}, {"prompt_logprobs": 0}, {"n": 2, "temperature": 1.0}):
+        await responses(client, request(prompt, params=params))
+    hashes = page_hashes(prompt, 4)
+    assert [request.page_hashes for request in core.submitted] == [hashes, (), hashes, hashes]
+    for engine in range(2):
+        core.tell(stored(engine, *pages_of(prompt)))
+    for stream in (True, False):
+        for message in await responses(client, request(prompt, stream=stream)):
+            assert (message.chunk.cached_tokens or message.complete.cached_tokens) == 8
+    chunks = [chunk async for chunk in client.generate(token_ids=prompt, max_tokens=3)]
+    assert {chunk.cached_tokens for chunk in chunks} == {8}
+    core.traces = (trace(0), trace(1))
+    for _ in range(2):
+        await responses(client, request(prompt, data_parallel_rank=1))
+    rates = [load.cache_hit_rate for load in (await client.engine.GetLoads(pb.GetLoadsRequest())).loads]
+    ran_S = [[request.engine for request in core.submitted].count(engine) for engine in range(2)]
+    assert sum(rate * ran for rate, ran in zip(rates, ran_S, strict=True)) == pytest.approx(5 * 8 / 9)
+
+
+@with_server({"paused": True})
+async def test_flush_waits_for_requests_and_then_for_the_engines(core, client):
+    core.tell(stored(0, *pages_of(range(8))), stored(1, *pages_of(range(4))))
+    stream = client.engine.Generate(request(stream=True))
+    await until(lambda: core.live)
+    response = await client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=0.05))
+    assert (response.success, core.flushes) == (False, 0) and "1 requests are running" in response.message
+    flush = asyncio.ensure_future(client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=10)))
+    await asyncio.sleep(0.05)
+    assert not flush.done()
+    stream.cancel()
+    response = await flush
+    assert (response.success, response.message) == (True, "0 pages are in the prefix cache")
+    assert core.held_S == [{}, {}] and core.flushes == 1
+    assert (await client.engine.FlushCache(common_pb2.FlushCacheRequest())).success
+
+
+@with_server()
+async def test_a_flush_has_a_limit_of_time(core, client):
     for timeout_s in (-1, math.nan, math.inf):
         with pytest.raises(grpc.aio.AioRpcError, match="timeout_s must be finite and at least 0") as error:
             await client.engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s))

@@ -61,6 +61,7 @@ def steps(rebalancer: Rebalancer, runner: FakeRunner, count: int, counts_LSE=SKE
     for step in range(first, first + count):
         runner.counts_LSE += counts_LSE
         rebalancer.stepped()
+        rebalancer.fetched()
         rebalancer.tick(now=float(step), step=step)
 
 

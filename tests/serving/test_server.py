@@ -15,18 +15,21 @@ from hypothesis import strategies as st
 from gimbal_jax.config import DispatchConfig
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.frontend import NotServing, QueueFull
-from gimbal_jax.serving.plan import NextToken
+from gimbal_jax.serving.plan import NOT_FINITE
 from tests.serving.fake_server import MODEL, running_server, until
 from tests.serving.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
+
+AHEAD = pytest.mark.parametrize("ahead", [0, 1])
 
 # -- ticks --------------------------------------------------------------------
 
 
-def test_requests_of_both_engines_run_in_one_step():
-    with open_server() as (server, _, outputs):
+@AHEAD
+def test_requests_of_both_engines_run_in_one_step(ahead):
+    with open_server(ahead=ahead) as (server, _, outputs):
         server.submit(request("a", [1, 2, 3], max_tokens=3, engine=0))
         server.submit(request("b", [10], max_tokens=2, engine=1))
-        tick(server, 3)
+        tick(server, 3 + ahead)
         assert outputs.tokens("a") == [4, 5, 6]
         assert outputs.tokens("b") == [11, 12]
         assert outputs.ends() == {"a": ("length", ""), "b": ("length", "")}
@@ -34,8 +37,9 @@ def test_requests_of_both_engines_run_in_one_step():
         assert (status.step, status.tokens_computed_S, status.free_pages_S) == (3, (5, 2), FREE)
 
 
-def test_counts_are_tokens_computed_times_k():
-    with open_server() as (server, _, _):
+@AHEAD
+def test_counts_are_tokens_computed_times_k(ahead):
+    with open_server(ahead=ahead) as (server, _, _):
         server.submit(request("cancelled", range(1, 30)))
         tick(server, 1)
         server.cancel("cancelled")
@@ -106,13 +110,13 @@ def test_full_queue_refuses_until_there_is_room():
 def test_queue_bound_counts_what_arrives_during_a_tick():
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_queue=2))
     with open_server(config) as (server, runner, _):
-        step = runner.step
+        results = runner.results
 
-        def step_while_others_arrive(inputs):
+        def results_while_others_arrive():
             server.submit(request("b"))
-            return step(inputs)
+            return results()
 
-        runner.step = step_while_others_arrive
+        runner.results = results_while_others_arrive
         server.submit(request("a"))
         tick(server, 1)
         server.submit(request("c"))
@@ -130,8 +134,9 @@ def test_cancelled_in_the_instant_it_was_submitted():
         assert all(engine.idle for engine in server.engines)
 
 
-def test_cancel_frees_pages_within_one_tick():
-    with open_server() as (server, _, outputs):
+@AHEAD
+def test_cancel_frees_pages_within_one_tick(ahead):
+    with open_server(ahead=ahead) as (server, _, outputs):
         server.submit(request("a", max_tokens=50))
         server.submit(request("b", max_tokens=5))
         tick(server, 2)
@@ -139,16 +144,17 @@ def test_cancel_frees_pages_within_one_tick():
         server.cancel("a")
         server.cancel("unknown")
         tick(server, 1)
-        assert len(outputs.tokens("a")) == 2
+        assert len(outputs.tokens("a")) == 2 - ahead
         tick(server, 5)
         assert outputs.ends() == {"b": ("length", "")}
         assert server.status().free_pages_S == FREE
 
 
-def test_what_was_accepted_runs_although_preempted_sequences_fill_the_queue():
+@AHEAD
+def test_what_was_accepted_runs_although_preempted_sequences_fill_the_queue(ahead):
     # Eight pages for two sequences that grow to six each, and room for one request that waits.
     small = replace(CONFIG.engine, num_pages=8, max_queue=1)
-    with open_server(replace(CONFIG, engine=small)) as (server, _, outputs):
+    with open_server(replace(CONFIG, engine=small), ahead) as (server, _, outputs):
         for sequence, name in enumerate(("old", "young"), start=1):
             server.submit(request(name, range(8), max_tokens=16, sequence=sequence))
             tick(server, 1)
@@ -188,14 +194,15 @@ class BrokenGrammar:
         self.steps -= 1
 
 
+@AHEAD
 @pytest.mark.parametrize(
     "config", [CONFIG, replace(CONFIG, dispatch=DispatchConfig(policy="late"))], ids=["gimbal", "late"]
 )
 @pytest.mark.parametrize(
     ("good_steps", "reason"), [(0, "could not be taken in: ValueError"), (2, "its grammar failed")]
 )
-def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason):
-    with open_server(config) as (server, _, outputs):
+def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason, ahead):
+    with open_server(config, ahead) as (server, _, outputs):
         server.submit(request("before"))
         server.submit(replace(request("broken", max_tokens=9), grammar=BrokenGrammar(good_steps)))
         server.submit(request("after"))
@@ -208,21 +215,23 @@ def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason):
         assert server.status().free_pages_S == FREE and server.state == "serving"
 
 
-def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone():
-    with open_server() as (server, runner, outputs):
-        step = runner.step
+@AHEAD
+def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
+    with open_server(ahead=ahead) as (server, runner, outputs):
+        enqueue, results, in_flight = runner.enqueue, runner.results, []
 
-        def poisoned(plans):
-            results = step(plans)
-            return [
-                [
-                    NextToken(None, error="its logits are not finite") if chunk.request_id == "poisoned" else result
-                    for chunk, result in zip(plan.chunks, of_plan, strict=True)
-                ]
-                for plan, of_plan in zip(plans, results, strict=True)
-            ]
+        def note_the_plan(plans, lap):
+            enqueue(plans, lap)
+            ids = server.engines[0]._rows.request_id_R
+            in_flight.append((plans[0], ids.index("poisoned") if "poisoned" in ids else -1))
 
-        runner.step = poisoned
+        def poisoned():
+            (found, idle), (plan, row) = results(), in_flight.pop(0)
+            found.token_D[plan.decode.row_D == row] = NOT_FINITE
+            found.token_C[[chunk.row == row for chunk in plan.prefill]] = NOT_FINITE
+            return [found, idle]
+
+        runner.enqueue, runner.results = note_the_plan, poisoned
         for name in ("a", "poisoned", "b"):
             server.submit(request(name))
         tick(server, 6)
@@ -243,6 +252,7 @@ DAY_S = 86_400.0
 jumps = st.sampled_from([0.0, 0.0, 0.01, 0.2, 10.0, 30 * DAY_S])
 
 
+@AHEAD
 @pytest.mark.parametrize("policy", ["gimbal", "late"])
 @given(
     began=st.sampled_from([0.0, 5 * DAY_S]),
@@ -250,12 +260,12 @@ jumps = st.sampled_from([0.0, 0.0, 0.01, 0.2, 10.0, 30 * DAY_S])
     at_last=jumps,
 )
 @settings(max_examples=40)
-def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks, at_last):
+def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks, at_last, ahead):
     """Each tick has a jump before it, and maybe a new prompt; at last they go on alike until all requests ended."""
     config = replace(CONFIG, dispatch=DispatchConfig(policy=policy))
     dispatcher = Dispatcher(2, config.dispatch, config.engine.token_budget)
     now, submitted = began, 0
-    with open_server(config) as (server, _, outputs):
+    with open_server(config, ahead) as (server, _, outputs):
         for jump, prompt_tokens in itertools.chain(ticks, itertools.repeat((at_last, None), 200)):
             if prompt_tokens is not None:
                 engine, sequence = submitted % 2, submitted // 2 + 1
@@ -278,8 +288,9 @@ def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks,
 # -- the engine thread ----------------------------------------------------------
 
 
-def test_drains_what_runs_and_stops():
-    with new_server() as (server, _, outputs):
+@AHEAD
+def test_drains_what_runs_and_stops(ahead):
+    with new_server(ahead=ahead) as (server, _, outputs):
         ended = threading.Event()
         server.start(on_end=ended.set)
         wait_for(lambda: server.state == "serving")
@@ -294,17 +305,18 @@ def test_drains_what_runs_and_stops():
             server.submit(request("b"))
 
 
-def test_stop_ends_what_is_left():
-    with new_server() as (server, runner, outputs):
-        step = runner.step
+@AHEAD
+def test_stop_ends_what_is_left(ahead):
+    with new_server(ahead=ahead) as (server, runner, outputs):
+        results = runner.results
         stepping, go_on = threading.Event(), threading.Event()
 
-        def held(inputs):
+        def held():
             stepping.set()
             assert go_on.wait(20)
-            return step(inputs)
+            return results()
 
-        runner.step = held
+        runner.results = held
         server.start()
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
@@ -339,13 +351,13 @@ def test_status_while_warming_up():
 
 def test_status_is_not_starved_by_a_busy_engine_thread():
     with new_server() as (server, runner, outputs):
-        step = runner.step
+        results = runner.results
 
-        def slow(inputs):
+        def slow():
             time.sleep(0.01)
-            return step(inputs)
+            return results()
 
-        runner.step = slow
+        runner.results = slow
         server.start()
         wait_for(lambda: server.state == "serving")
         for i in range(40):
@@ -370,10 +382,11 @@ def test_idle_server_publishes_and_rebalances():
 thread_fails = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
+@AHEAD
 @thread_fails
-def test_failed_step_ends_every_request():
+def test_failed_step_ends_every_request(ahead):
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1))
-    with new_server(config) as (server, runner, outputs):
+    with new_server(config, ahead=ahead) as (server, runner, outputs):
         runner.steps_left = 5
         server.open()
         for i in range(4):
@@ -425,20 +438,20 @@ def test_streams_over_grpc_end_when_the_engine_fails():
     async def main(server, runner):
         async with asyncio.timeout(20), running_server(server) as (client, _, stop, serving):
             loop, all_in, submitted = asyncio.get_running_loop(), threading.Event(), []
-            submit, step = server.submit, runner.step
+            submit, results = server.submit, runner.results
 
             def submit_and_count(request):
                 submit(request)
                 submitted.append(request)
 
-            def step_when_all_are_in(inputs):
+            def results_when_all_are_in():
                 assert all_in.wait(20)
-                return step(inputs)
+                return results()
 
             async def stream(engine):
                 return [chunk async for chunk in client.generate(token_ids=[1], max_tokens=60, engine=engine)]
 
-            server.submit, runner.step, runner.steps_left = submit_and_count, step_when_all_are_in, 3
+            server.submit, runner.results, runner.steps_left = submit_and_count, results_when_all_are_in, 3
             server.start(on_end=lambda: loop.call_soon_threadsafe(stop.set))
             await until(lambda: server.state == "serving")
             streams = asyncio.gather(*(stream(i % 2) for i in range(12)), return_exceptions=True)

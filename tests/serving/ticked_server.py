@@ -36,9 +36,9 @@ class Outputs:
 
 
 @contextmanager
-def new_server(config=CONFIG, clock=time.monotonic):
+def new_server(config=CONFIG, clock=time.monotonic, ahead=0):
     """A server with its runner and outputs; stopped at the end."""
-    runner = FakeRunner(MODEL, config)
+    runner = FakeRunner(MODEL, config, ahead)
     server = Server(MODEL, config, runner, clock)
     try:
         yield server, runner, Outputs(server)
@@ -47,9 +47,9 @@ def new_server(config=CONFIG, clock=time.monotonic):
 
 
 @contextmanager
-def open_server(config=CONFIG):
+def open_server(config=CONFIG, ahead=0):
     """One to be ticked by hand."""
-    with new_server(config) as (server, runner, outputs):
+    with new_server(config, ahead=ahead) as (server, runner, outputs):
         server.open()
         yield server, runner, outputs
 

@@ -13,7 +13,9 @@ from gimbal_jax.simulation.workload import Arrival
 
 LAYERS, EXPERTS, K = 2, 16, 2
 MODEL = ModelConfig(100, 8, 8, LAYERS, 2, 1, 4, EXPERTS, K, 4, tuple(range(LAYERS)))
-ENGINE = EngineConfig(max_model_len=400, page_size=8, num_pages=400, max_rows=16, token_budget=64, tile=8)
+ENGINE = EngineConfig(
+    max_model_len=400, page_size=8, num_pages=400, max_rows=16, token_budget=64, tile=8, prefix_cache=False
+)
 TESTBED = Testbed(MODEL, MeshConfig(2, 2), ENGINE)
 ROUTER = synthetic_router(RoutingConfig(topics=3), LAYERS, EXPERTS, K, seed=0)
 

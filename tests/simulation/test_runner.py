@@ -7,7 +7,7 @@ from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.plan import Chunk, Plan
+from gimbal_jax.serving.plan import Chunk, DecodeRows, Plan, SamplingRows
 from gimbal_jax.serving.request import SamplingParams
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.runner import SimulatedRunner
@@ -24,22 +24,37 @@ def runner(costs=None, **more):
     return SimulatedRunner(config, slots, ROUTER, costs or FlatCosts(), clock, rng, 100, **more), clock
 
 
-def chunk(topic, tokens, start=0, choose=True, output=False):
-    token = ROUTER.prompt_token(topic)
-    ids = np.full(tokens, ROUTER.output_token(token) if output else token, np.int32)
-    return Chunk("r", ids, start, np.zeros(50, np.int32), GREEDY if choose else None)
+def chunk(topic, tokens, choose=True):
+    ids = np.full(tokens, ROUTER.prompt_token(topic), np.int32)
+    return Chunk(9, ids, 0, np.zeros(50, np.int32), GREEDY if choose else None)
+
+
+def decode(*rows):
+    """(topic, position) of each row."""
+    tokens = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic, _ in rows]
+    zeros = np.zeros(len(rows), np.int32)
+    starts = np.array([start for _, start in rows], np.int32)
+    sampling = SamplingRows(*[zeros] * 6)
+    return DecodeRows(
+        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling
+    )
 
 
 PLANS = [
-    Plan((chunk(0, 1, 7, output=True), chunk(2, 1, 30, output=True)), (chunk(1, 70), chunk(0, 5, choose=False)), 10),
-    Plan((chunk(1, 1, 3, output=True),)),
+    Plan(decode((0, 7), (2, 30)), (chunk(1, 70), chunk(0, 5, choose=False)), 10),
+    Plan(decode((1, 3))),
 ]
+
+
+def step(simulated):
+    simulated.enqueue(PLANS, lambda name: None)
+    return simulated.results()
 
 
 def test_the_cost_model_sees_the_work():
     costs = FlatCosts()
     simulated, clock = runner(costs)
-    simulated.step(PLANS)
+    step(simulated)
     (work,) = costs.steps
     first, second = work.engines_S
     assert first.decode_contexts.tolist() == [8, 31] and second.decode_contexts.tolist() == [4]
@@ -51,18 +66,26 @@ def test_the_cost_model_sees_the_work():
 
 
 def test_an_output_token_follows_where_one_is_to_be_chosen():
-    chosen = runner()[0].step(PLANS)
-    outputs = [[None if token is None else token.token_id for token in tokens] for tokens in chosen]
+    first, second = step(runner()[0])
     wanted = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic in (0, 2, 1)]
-    assert outputs == [[*wanted, None], [wanted[2]]]
+    assert [*first.token_D, first.token_C[0]] == wanted
+    assert (second.token_D.tolist(), second.token_C.tolist()) == ([wanted[2]], [])
+
+
+def test_time_passes_while_one_waits_for_a_step():
+    simulated, clock = runner()
+    simulated.enqueue(PLANS, lambda name: None)
+    assert clock.now == 0.0
+    simulated.results()
+    assert clock.now == sum(simulated.seconds.values()) > 0
 
 
 def test_counts_are_by_expert_whatever_the_placement_and_taken_once():
     simulated, _ = runner()
-    simulated.step(PLANS)
-    counts_LSE = simulated.take_counts()
+    step(simulated)
+    counts_LSE = simulated.begin_counts()()
     assert (counts_LSE.sum(axis=2) == [[77 * K, K]] * LAYERS).all()
-    assert not simulated.take_counts().any()
+    assert not simulated.begin_counts()().any()
 
 
 def test_rank_loads_follow_the_placement():
@@ -74,8 +97,8 @@ def test_rank_loads_follow_the_placement():
         for moves in plan_rounds(simulated.slot_of_expert_LE[layer], new_slot_E, 4, 2):
             simulated.migrate(layer, moves)
     assert (simulated.slot_of_expert_LE == new_slot_E).all()
-    simulated.step(PLANS)
-    counts_LSE = simulated.take_counts()
+    step(simulated)
+    counts_LSE = simulated.begin_counts()()
     (work,) = costs.steps
     slots = simulated.slot_of_expert_LE
     mean_L = work.load_LR.mean(axis=1)
@@ -101,7 +124,7 @@ def test_on_time_is_told_of_steps_and_rounds_when_their_time_has_passed():
     clocks: list[VirtualClock] = []
     simulated, clock = runner(on_time=lambda seconds: told.append((seconds, clocks[0].now)))
     clocks.append(clock)
-    simulated.step(PLANS)
+    step(simulated)
     after_step = clock.now
     simulated.migrate(0, Round(np.zeros(0, np.int32), np.zeros(0, np.int32), simulated.slot_of_expert_LE[0]))
     assert told == [(after_step, after_step), (0.001, clock.now)]

@@ -1,0 +1,27 @@
+"""Shared beginnings on real devices: the same tokens, and less to compute."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from gimbal_jax.serving.prefix import page_hashes
+from tests.e2e.rig import CONFIG, random_requests, session
+
+
+def test_shared_beginnings_change_no_token(runner):
+    """Few pages, so that sequences are preempted and kept pages evicted while others are shared."""
+    rng = np.random.default_rng(1)
+    beginning = tuple(rng.integers(1, 60, 12).tolist())
+    asked = [
+        replace(one, prompt=(*beginning, *one.prompt)[:60] if i % 2 else one.prompt)
+        for i, one in enumerate(random_requests(rng, 30))
+    ]
+    with session(runner) as apart:
+        expected = apart.run(asked)
+        computed = sum(apart.server.status().tokens_computed_S)
+    with session(runner) as together:
+        named = [replace(one, page_hashes=page_hashes(one.prompt, CONFIG.engine.page_size)) for one in asked]
+        assert together.run(named) == expected
+        status = together.server.status()
+    assert sum(status.prefix_hits_S) > 50 and status.preemptions > 0
+    assert sum(status.tokens_computed_S) < computed
