@@ -86,6 +86,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Running requests", "short", by_engine("num_requests_running")),
         Panel("Waiting requests", "short", by_engine("num_requests_waiting")),
         Panel("KV pages in use", "percentunit", by_engine("kv_cache_usage_perc"), maximum=1),
+        Panel(
+            "Prefix cache hits",
+            "percentunit",
+            (
+                (
+                    "{{instance}} {{engine}}",
+                    f"{rate('gimbal_engine_prefix_cache_hits_total', 'instance, engine', ', $e')} / "
+                    f"{rate('gimbal_engine_prefix_cache_queries_total', 'instance, engine', ', $e')}",
+                ),
+            ),
+            "Share of prompt tokens that the prefix cache held.",
+            maximum=1,
+        ),
         Panel("Prefill tokens to do", "short", by_engine("prefill_tokens")),
         Panel(
             "Expert pressure",
@@ -114,6 +127,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (("{{instance}} {{engine}}", rate("gimbal_engine_num_preemptions_total", "instance, engine", ", $e")),),
         ),
         Panel("Step", "s", quantiles("step_seconds"), "Time of a step on the devices."),
+        Panel(
+            "Parts of a tick",
+            "s",
+            (("{{phase}}", 'max by (phase) (gimbal_tick_phase_seconds{$s, statistic="mean"})'),),
+            "Mean over the last ticks; all but wait is the host's own work.",
+        ),
     ),
     "Dispatch": (
         Panel(

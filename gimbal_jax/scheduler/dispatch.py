@@ -116,7 +116,12 @@ def gimbal_terms(
 
 
 def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
-    """Algorithm 1: guard the KV cache, else balance a score in tokens; in turn where that says nothing."""
+    """Algorithm 1: guard the KV cache, else balance a score in tokens; in turn where that says nothing.
+
+    Ours: where a prefix cache holds some of the prompt, the request's own prefill belongs to the score, less what is
+    cached. If that differs between engines, scores count token for token however close they are: what the request
+    itself saves is no noise.
+    """
     traces = [trace for trace in view.traces if trace is not None]
     if len(traces) < len(view.traces):
         return Decision(view.turn, "missing")
@@ -129,10 +134,16 @@ def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
         return Decision(least(kv_S, view.turn), "kv_guard", {"kv_use": kv_S})
 
     terms = gimbal_terms(traces, view.compensation_S, config, token_budget)
+    if any(view.cached_tokens_S):
+        # An engine whose KV cache is nearly full draws nothing, whatever it holds.
+        cached_S = [n if kv <= config.high_kv else 0 for n, kv in zip(view.cached_tokens_S, kv_S, strict=True)]
+        terms["uncached"] = tuple([max(1, view.prompt_tokens - cached) for cached in cached_S])
     scores_S = sum_S(terms)
-    if max(scores_S) - min(scores_S) <= config.close_scores * token_budget:
-        return Decision(view.turn, "close", terms)
-    return Decision(least(scores_S, view.turn), "least_score", terms)
+    if max(scores_S) - min(scores_S) > config.close_scores * token_budget:
+        return Decision(least(scores_S, view.turn), "least_score", terms)
+    if len(set(terms.get("uncached", ()))) > 1:
+        return Decision(least(scores_S, view.turn), "cached", terms)
+    return Decision(view.turn, "close", terms)
 
 
 def _round_robin(view: View, config: DispatchConfig, token_budget: int) -> Decision:

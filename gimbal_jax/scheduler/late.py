@@ -22,6 +22,8 @@ class Unbound(NamedTuple):
     """Tokens of its prefill that each engine's prefix cache holds, in whole pages."""
     engine: int | None = None
     """The engine that the user chose."""
+    kept_pages_S: tuple[int, ...] = ()
+    """Pages of those tokens that no sequence uses: free ones as long as nobody takes them. Empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,11 @@ def bind_in_order(
     for key, request in keyed:
         prompt, cached_S = request.job.prefill_tokens, request.cached_tokens_S
         tokens_S = tuple(max(1, prompt - cached) for cached in cached_S)
-        pages_S = [-(-(prompt + 1) // engine.page_size) - cached // engine.page_size for cached in cached_S]
+        kept_S = request.kept_pages_S or (0,) * len(rooms_S)
+        pages_S = [
+            -(-(prompt + 1) // engine.page_size) - cached // engine.page_size + kept
+            for cached, kept in zip(cached_S, kept_S, strict=True)
+        ]
         wanted = open_engines if request.engine is None else open_engines & {request.engine}
         fitting = {
             s

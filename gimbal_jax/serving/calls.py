@@ -11,6 +11,7 @@ import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.serving.frontend import DuplicateRequest, GenerationFailed, NotServing, QueueFull
+from gimbal_jax.serving.kv_events import FellBehind, NotKept
 from gimbal_jax.serving.request import TokenLogprobs
 from gimbal_jax.serving.validation import InvalidField, Precondition, Unsupported
 
@@ -22,6 +23,8 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotServing: grpc.StatusCode.UNAVAILABLE,
     GenerationFailed: grpc.StatusCode.INTERNAL,
+    NotKept: grpc.StatusCode.OUT_OF_RANGE,
+    FellBehind: grpc.StatusCode.DATA_LOSS,
 }
 MAX_DETAILS = 1000
 """Characters of an error that a client gets: a status travels in a header, whose length is limited."""

@@ -27,6 +27,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     """The stop token or stop string that ended it. The token is not among the tokens, those of the string are."""
+    cached_tokens: int = 0
+    """With the first tokens: prompt tokens that the prefix cache held."""
 
 
 async def run_choices(
@@ -49,7 +51,7 @@ async def run_choices(
     news: dict[int, list[Piece]] = {}
     arrived = asyncio.Event()
 
-    async def run(index: int) -> None:
+    async def pieces(index: int) -> AsyncGenerator[Piece]:
         outputs = frontend.generate(
             ids[index],
             generation.prompt,
@@ -58,6 +60,8 @@ async def run_choices(
             engine=generation.engine,
             priority=priority,
             grammar=generation.new_grammar() if generation.new_grammar else None,
+            page_hashes=generation.page_hashes,
+            may_stop=bool(generation.stops),
             origin=origin,
         )
         text = None
@@ -69,12 +73,22 @@ async def run_choices(
                 piece = _piece(output, text)
                 if isinstance(piece.stop, str):
                     frontend.stop(ids[index])
-                news.setdefault(index, []).append(piece)
-                arrived.set()
+                yield piece
                 if piece.finish_reason is not None:
                     return
 
+    async def run(index: int) -> None:
+        async with contextlib.aclosing(pieces(index)) as taken:
+            async for piece in taken:
+                news.setdefault(index, []).append(piece)
+                arrived.set()
+
     with frontend.group(request_id, ids):
+        if generation.n == 1 and not generation.stops:  # no task between: it would be woken for every token
+            async with contextlib.aclosing(pieces(0)) as taken:
+                async for piece in taken:
+                    yield 0, piece
+            return
         tasks = [asyncio.create_task(run(index)) for index in range(generation.n)]
         for task in tasks:
             task.add_done_callback(lambda task: arrived.set())
@@ -105,6 +119,7 @@ def _piece(output: Output, text: OutputText | None) -> Piece:
         prompt_logprobs=output.prompt_logprobs,
         finish_reason=output.finish_reason,
         stop=output.stop_token_id,
+        cached_tokens=output.cached_tokens,
     )
     if text is None:
         return piece
@@ -128,4 +143,5 @@ def _merge(pieces: list[Piece]) -> Piece:
         pieces[0].prompt_logprobs,
         last.finish_reason,
         last.stop,
+        pieces[0].cached_tokens,
     )

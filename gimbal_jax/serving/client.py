@@ -13,6 +13,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -40,7 +41,7 @@ from gimbal_jax.serving.client_records import (
 )
 from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc, text_pb2_grpc
 from gimbal_jax.serving.request import PRIORITY_KEY
-from gimbal_jax.serving.status import PlacementRecord
+from gimbal_jax.serving.status import PhaseTimes, PlacementRecord
 from gimbal_jax.serving.tokenizer import FILES, Tokenizer
 
 
@@ -225,7 +226,8 @@ class GimbalClient:
     async def status(self) -> ServerStatus:
         with _client_errors():
             response = await self.control.GetStatus(control_pb2.GetStatusRequest())
-        return record_of(ServerStatus, response)
+        phases = tuple(record_of(PhaseTimes, phase) for phase in response.phases)
+        return replace(record_of(ServerStatus, response), phases=phases)
 
     async def rebalance(self) -> None:
         """Ask for a placement decision at the next step."""

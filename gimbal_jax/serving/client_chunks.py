@@ -40,6 +40,7 @@ def chunk_of(response: pb.GenerateResponse, stream: bool, texts: Sequence[Output
         logprobs=_logprobs(message.output_logprobs.token_logprobs, message.output_logprobs) if token_ids else (),
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
         finish_reason=message.finish_reason if is_complete else None,
         stop_token_id=message.matched_token_id if is_complete and message.HasField("matched_token_id") else None,
         stop_text=message.matched_stop_str if is_complete and message.HasField("matched_stop_str") else None,

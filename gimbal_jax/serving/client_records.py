@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from gimbal_jax.scheduler.dispatch import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.request import TokenLogprobs
-from gimbal_jax.serving.status import PlacementRecord
+from gimbal_jax.serving.status import PhaseTimes, PlacementRecord
 
 
 class ClientError(Exception):
@@ -75,6 +75,8 @@ class Chunk:
     prompt_tokens: int
     completion_tokens: int
     """Tokens so far, these included."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held."""
     finish_reason: str | None = None
     """"stop", "length" or "abort"; None while there is more to come."""
     stop_token_id: int | None = None
@@ -132,6 +134,14 @@ class ServerStatus:
     last_rebalance: float | None
     active_requests: int
     central_queue: int
+    prefix_queries_S: tuple[int, ...]
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hits_S: tuple[int, ...]
+    """Those of them that it held."""
+    cached_pages_S: tuple[int, ...]
+    """KV pages that hold a known beginning, in use or not."""
+    phases: tuple[PhaseTimes, ...]
+    """The host's work per step, over the last ticks."""
 
 
 def record_of[T](cls: type[T], message: Message) -> T:

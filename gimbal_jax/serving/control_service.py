@@ -86,6 +86,10 @@ class ControlService(pb_grpc.ControlServicer):
             last_rebalance=status.last_rebalance,
             active_requests=self._frontend.active,
             central_queue=self._core.central_queue,
+            prefix_queries_S=status.prefix_queries_S,
+            prefix_hits_S=status.prefix_hits_S,
+            cached_pages_S=status.cached_pages_S,
+            phases=[pb.Phase(**asdict(phase)) for phase in status.phases],
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceResponse:

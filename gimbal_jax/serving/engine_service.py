@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 from gimbal_jax.serving.access import origin_of
 from gimbal_jax.serving.calls import Context, answering, input_logprobs, output_logprobs
 from gimbal_jax.serving.choices import Piece, run_choices
-from gimbal_jax.serving.frontend import Frontend
+from gimbal_jax.serving.frontend import Frontend, NotServing
 from gimbal_jax.serving.generation import (
     Constraints,
     Generation,
@@ -31,6 +31,7 @@ from gimbal_jax.serving.generation import (
     max_prompt_tokens,
     parse_generate,
 )
+from gimbal_jax.serving.kv_events import KvEvents
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import TokenLogprobs
 from gimbal_jax.serving.validation import Precondition, parse_priority, require
@@ -39,6 +40,8 @@ from gimbal_jax.version import __version__
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 64 * 1024
 """Archive bytes per message of GetTokenizer."""
+FLUSH_S = 5.0
+"""Time for an idle engine to say that its cache is empty."""
 
 
 class Profiler(Protocol):
@@ -56,11 +59,13 @@ class _Collected:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
 
     def add(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
+        self.cached_tokens += piece.cached_tokens
 
 
 class EngineService(pb_grpc.VllmEngineServicer):
@@ -83,6 +88,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
         self._profiler = profiler
         self._start = frontend.clock()
         self._last_receive = 0.0
+        self._kv_events = KvEvents(frontend.prefixes, frontend.page_log, self._core.config, frontend.clock, wall_clock)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._last_receive = self._wall_clock()
@@ -166,6 +172,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
                 require(0 <= request.dp_rank <= last, "dp_rank", f"be in [0, {last}]", request.dp_rank)
         capacity = config.engine.num_pages * config.engine.page_size
         rate_S = self._frontend.token_rate.per_second(self._frontend.clock())
+        count = self._frontend.counters
         loads = [
             pb.SchedulerLoad(
                 dp_rank=trace.engine,
@@ -176,6 +183,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
                 max_total_num_tokens=capacity,
                 token_usage=trace.kv_use,
                 gen_throughput=rate_S[trace.engine],
+                cache_hit_rate=count.cached_tokens_S[trace.engine] / max(1, count.started_tokens_S[trace.engine]),
                 utilization=trace.running_requests / config.engine.max_rows,
                 max_running_requests=config.engine.max_rows,
                 num_waiting_uncached_tokens=trace.waiting_prefill_tokens,
@@ -209,8 +217,25 @@ class EngineService(pb_grpc.VllmEngineServicer):
         async with answering(context):
             good = math.isfinite(request.timeout_s) and request.timeout_s >= 0
             require(good, "timeout_s", "be finite and at least 0", request.timeout_s)
-        message = "there is no prefix cache: nothing is kept between requests"
-        return common_pb2.FlushCacheResponse(success=True, message=message)
+            success, message = await self._flush(request.timeout_s)
+            return common_pb2.FlushCacheResponse(success=success, message=message)
+
+    async def _flush(self, timeout_s: float) -> tuple[bool, str]:
+        if not self._core.config.engine.prefix_cache:
+            return True, "there is no prefix cache: nothing is kept between requests"
+        frontend = self._frontend
+        try:
+            async with asyncio.timeout(timeout_s):
+                await frontend.idle.wait()
+        except TimeoutError:
+            return False, f"{frontend.active} requests are running: nothing was flushed"
+        self._core.flush_cache()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                while frontend.prefixes.pages and not frontend.page_log.closed:
+                    await frontend.page_log.changed()
+        left = frontend.prefixes.pages
+        return not left, f"{left} pages are in the prefix cache" + (": requests have come meanwhile" if left else "")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
@@ -227,8 +252,15 @@ class EngineService(pb_grpc.VllmEngineServicer):
             raise Precondition("the server keeps no profiles: start it with --profile-dir")
         return self._profiler
 
-    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> NoReturn:
-        await _unimplemented(context, "SubscribeKvEvents: there is no prefix cache that could send events")
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> None:
+        if not self._core.config.engine.prefix_cache:
+            await _unimplemented(context, "SubscribeKvEvents: there is no prefix cache that could send events")
+        async with answering(context):
+            at = self._kv_events.place_of(request.start_sequence_number)
+            await context.send_initial_metadata(())
+            async for batch in self._kv_events.batches(at):
+                await context.write(batch)
+            raise NotServing("the server has stopped")
 
 
 async def _unimplemented(context: Context, text: str) -> NoReturn:
@@ -245,6 +277,7 @@ def _chunk(
         token_ids=piece.token_ids,
         prompt_tokens=len(prompt),
         completion_tokens=len(collected.token_ids),
+        cached_tokens=collected.cached_tokens,
         output_logprobs=output_logprobs(piece.token_ids, piece.logprobs, sampling.logprobs),
         input_logprobs=input_logprobs(prompt, piece.prompt_logprobs, sampling.prompt_logprobs) if is_first else None,
     )
@@ -258,6 +291,7 @@ def _complete(index: int, last: Piece, collected: _Collected, generation: Genera
         finish_reason=last.finish_reason,
         prompt_tokens=len(prompt),
         completion_tokens=len(collected.token_ids),
+        cached_tokens=collected.cached_tokens,
         output_logprobs=output_logprobs(collected.token_ids, collected.logprobs, sampling.logprobs),
         input_logprobs=input_logprobs(prompt, collected.prompt_logprobs, sampling.prompt_logprobs),
         matched_token_id=last.stop if isinstance(last.stop, int) else None,

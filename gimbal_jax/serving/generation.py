@@ -10,6 +10,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import EngineConfig, ModelConfig, ServerConfig
 from gimbal_jax.serving.engine import max_sequence_tokens
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.protos.text_pb2 import TextRequest
 from gimbal_jax.serving.request import Grammar, SamplingParams
 from gimbal_jax.serving.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ MAX_CHOICES = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 """Most stop strings of one request, and the longest of them."""
+LONG_PROMPT = 2048
+"""Tokens of a prompt above which checking and hashing them takes a while: 32,768 take 5 ms."""
 
 _UNSUPPORTED = (  # of a GenerateRequest
     "mm_inputs",
@@ -55,6 +58,8 @@ class Generation:
     new_grammar: Callable[[], Grammar] | None = None
     engine: int | None = None
     """The engine that the client pinned the request to."""
+    page_hashes: tuple[bytes, ...] = ()
+    """Of the prompt, where the prefix cache may know its beginning."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ def check_length(field: str, text: str, params: pb.SamplingParams, tokenizer: To
 
 def is_slow(request: pb.GenerateRequest) -> bool:
     """True where parsing may take so long that it should not hold up an event loop."""
-    return request.HasField("text") or request.sampling_params.WhichOneof("constraint") is not None
+    constrained = request.sampling_params.WhichOneof("constraint") is not None
+    return request.HasField("text") or constrained or len(request.tokenized.input_ids) > LONG_PROMPT
 
 
 def parse_prompt(
@@ -117,6 +123,8 @@ def parse_prompt(
     tokens = _checked_prompt(field, _truncated(prompt, params, limits.config.engine), limits)
     room = max_sequence_tokens(limits.config.engine) - len(tokens)
     sampling = parse_sampling(params, limits.model, room, limits.new_seed)
+    # Log probabilities of the prompt come from computing all of it.
+    cacheable = limits.config.engine.prefix_cache and sampling.prompt_logprobs is None
     return Generation(
         prompt=tokens,
         sampling=sampling,
@@ -126,6 +134,7 @@ def parse_prompt(
         skip_special_tokens=params.skip_special_tokens,
         new_grammar=_grammar(params, limits.constraints),
         engine=engine,
+        page_hashes=page_hashes(tokens, limits.config.engine.page_size) if cacheable else (),
     )
 
 

@@ -120,9 +120,27 @@ class ServerCollector(Collector):
         yield from engine_counters(
             "prefill_tokens_computed", "Prefill tokens that went through the model.", status.prefill_tokens_S
         )
+        yield from engine_gauges(
+            "cached_pages", "KV pages that hold a known beginning, in use or not.", status.cached_pages_S
+        )
+        yield from engine_counters(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.prefix_queries_S
+        )
+        yield from engine_counters(
+            "prefix_cache_hits", "Those of them that the prefix cache held.", status.prefix_hits_S
+        )
         yield CounterMetricFamily("gimbal_steps", "Steps since start.", status.step)
         yield histogram("gimbal_step_seconds", "Steps by their time on the devices.", status.step_seconds)
         yield histogram("gimbal_step_tokens", "Steps by the tokens of all engines in them.", status.step_tokens)
+        phases = GaugeMetricFamily(
+            "gimbal_tick_phase_seconds",
+            "How long each part of a tick takes: mean, p50 and p99 of the last ticks that had a step.",
+            labels=["phase", "statistic"],
+        )
+        for phase in status.phases:
+            for statistic, value in (("mean", phase.mean_s), ("p50", phase.p50_s), ("p99", phase.p99_s)):
+                phases.add_metric([phase.name, statistic], value)
+        yield phases
         yield CounterMetricFamily(
             "gimbal_compiles_after_warmup", "Compilations while serving: a bug.", status.compiles_after_warmup
         )

@@ -33,6 +33,7 @@ def json_line(record: RequestRecord, ended: float) -> str:
         "rule": record.rule,
         "priority": record.priority,
         "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "queue_s": _rounded(record.queue_s),
         "first_token_s": _rounded(record.first_token_s),
@@ -47,7 +48,7 @@ def text_line(record: RequestRecord, ended: float) -> str:
     engine = "-" if record.engine is None else str(record.engine)
     columns = [
         f"{_timestamp(ended)} {record.outcome:9} engine {engine:>3} {record.rule or '-':12}",
-        f"prompt {record.prompt_tokens:6} output {record.output_tokens:6}",
+        f"prompt {record.prompt_tokens:6} cached {_count(record.cached_tokens)} output {record.output_tokens:6}",
         f"queue {_seconds(record.queue_s)} first {_seconds(record.first_token_s)}",
         f"token {_seconds(record.token_s)} total {_seconds(record.total_s)}",
         f"client {_quoted(record.origin.client)} id {_quoted(record.request_id)}",
@@ -108,6 +109,10 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _seconds(seconds: float | None) -> str:
     return f"{'-' if seconds is None else f'{seconds:.3f}s':>9}"
+
+
+def _count(tokens: int | None) -> str:
+    return f"{'-' if tokens is None else tokens:>6}"
 
 
 def _quoted(text: str) -> str:

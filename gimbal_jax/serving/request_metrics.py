@@ -53,6 +53,7 @@ TEXTS = {
     "request_decode_time_seconds": "Time from the first token to the end, of complete requests.",
     "request_prompt_tokens": "Prompt lengths of complete requests.",
     "request_generation_tokens": "Output lengths of complete requests.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens that no prefix cache held, of complete requests.",
 }
 
 
@@ -74,6 +75,8 @@ def measured(record: RequestRecord) -> dict[str, float]:
         values["request_time_per_output_token_seconds"] = record.token_s
         values["request_prompt_tokens"] = record.prompt_tokens
         values["request_generation_tokens"] = record.output_tokens
+        if record.cached_tokens is not None:
+            values["request_prefill_kv_computed_tokens"] = record.prompt_tokens - record.cached_tokens
         if record.first_token_s is not None:
             values["request_decode_time_seconds"] = record.total_s - record.first_token_s
     return {name: value for name, value in values.items() if value is not None}
@@ -89,6 +92,7 @@ class RequestHistograms:
             "request_time_per_output_token_seconds": TPOT_BOUNDS,
             "request_prompt_tokens": tokens,
             "request_generation_tokens": tokens,
+            "request_prefill_kv_computed_tokens": tokens,
         }
         self._histograms_S = [
             {name: Histogram(bounds.get(name, LATENCY_BOUNDS)) for name in TEXTS} for _ in range(config.mesh.dp)

@@ -27,6 +27,8 @@ class RequestRecord:
     """Of dispatch, by which it got there; empty without one."""
     priority: int
     prompt_tokens: int
+    cached_tokens: int | None
+    """Prompt tokens that the prefix cache held; None if it did not start."""
     output_tokens: int
     outcome: str
     """Its finish reason, "cancelled" (the client left, or its deadline passed) or "refused"."""

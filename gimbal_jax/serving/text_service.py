@@ -55,16 +55,18 @@ class TextService(pb_grpc.TextServicer):
     ) -> None:
         request_id = request.request_id or uuid.uuid4().hex
         new_decoder = functools.partial(tokenizer.decoder, generation.skip_special_tokens)
-        tokens = [0] * generation.n
+        usages = [pb.Usage(prompt_tokens=len(generation.prompt)) for _ in range(generation.n)]
         pieces = run_choices(
             self._frontend, request_id, generation, new_decoder, priority=priority, origin=origin_of(context)
         )
         # Leaving the block, by an end or by the client's cancellation, frees the request's pages.
         async with contextlib.aclosing(pieces):
             async for index, piece in pieces:
-                is_first = not tokens[index]
-                tokens[index] += len(piece.token_ids)
-                await context.write(_response(index, piece, generation, tokens[index], is_first))
+                usage = usages[index]
+                is_first = not usage.completion_tokens
+                usage.completion_tokens += len(piece.token_ids)
+                usage.cached_tokens += piece.cached_tokens
+                await context.write(_response(index, piece, generation, usage, is_first))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         async with answering(context):
@@ -129,11 +131,8 @@ def _from_json[T: (dict[str, Any], list[Any])](field: str, text: str, kind: type
     return value
 
 
-def _response(
-    index: int, piece: Piece, generation: Generation, completion_tokens: int, is_first: bool
-) -> pb.TextResponse:
+def _response(index: int, piece: Piece, generation: Generation, usage: pb.Usage, is_first: bool) -> pb.TextResponse:
     sampling, prompt = generation.sampling, generation.prompt
-    ended = piece.finish_reason is not None
     return pb.TextResponse(
         index=index,
         text=piece.text,
@@ -141,7 +140,7 @@ def _response(
         finish_reason=piece.finish_reason,
         matched_token_id=piece.stop if isinstance(piece.stop, int) else None,
         matched_stop_str=piece.stop if isinstance(piece.stop, str) else None,
-        usage=pb.Usage(prompt_tokens=len(prompt), completion_tokens=completion_tokens) if ended else None,
+        usage=usage if piece.finish_reason is not None else None,
         output_logprobs=output_logprobs(piece.token_ids, piece.logprobs, sampling.logprobs),
         input_logprobs=input_logprobs(prompt, piece.prompt_logprobs, sampling.prompt_logprobs) if is_first else None,
     )

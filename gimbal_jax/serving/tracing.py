@@ -40,6 +40,7 @@ def attributes(record: RequestRecord, model: str) -> dict[str, Any]:
         "gimbal.engine": record.engine,
         "gimbal.dispatch.rule": record.rule,
         "gimbal.priority": record.priority,
+        "gimbal.cached_tokens": record.cached_tokens,
     }
     for name, begin, end in phases(record):
         if name != "queue":

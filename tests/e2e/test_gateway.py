@@ -77,8 +77,21 @@ class Rig:
         (folder / "grpc-keys").write_text(f"{GRPC_KEY} bob\n")
         self.http_port = free_port()
         tls = ("--tls-cert", cert, "--tls-key", key, "--api-keys", folder / "grpc-keys")
+        cache = ("--compile-cache", folder / "compiled")
         http = ("--http-port", self.http_port, "--http-api-key-file", folder / "http-keys", "--cors-origin", ORIGIN)
-        command = (GIMBAL, "serve", folder / "model", "--port", 0, "--served-model-name", NAME, *SIZES, *tls, *http)
+        command = (
+            GIMBAL,
+            "serve",
+            folder / "model",
+            "--port",
+            0,
+            "--served-model-name",
+            NAME,
+            *SIZES,
+            *cache,
+            *tls,
+            *http,
+        )
         with self.log.open("w") as output:
             self.process = subprocess.Popen([*map(str, command)], stdout=output, stderr=subprocess.STDOUT)
 
@@ -134,6 +147,16 @@ async def check_streams(client: openai.AsyncOpenAI) -> None:
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     silent = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
     assert all(chunk.usage is None for chunk in silent)
+
+
+async def check_cached_tokens_are_told(client: openai.AsyncOpenAI) -> None:
+    """The second time, all whole pages of a prompt but the last token's."""
+    prompt = PROMPT * 12  # 36 tokens in pages of 16
+    for cached in (0, 32):
+        answer = await client.completions.create(model=NAME, prompt=prompt, max_tokens=2, temperature=0)
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        assert (details.cached_tokens if details else 0) == cached
 
 
 async def check_sampling_parameters(client: openai.AsyncOpenAI) -> None:
@@ -276,6 +299,7 @@ def test_openai_clients_are_served(tmp_path):
         async with rig.openai() as client, rig.grpc() as grpc:
             await check_completions_are_those_of_grpc(client, grpc)
             await check_streams(client)
+            await check_cached_tokens_are_told(client)
             await check_sampling_parameters(client)
             await check_structured_output_and_tools(client)
             await check_responses(client)

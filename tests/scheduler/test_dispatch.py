@@ -102,6 +102,84 @@ def test_trap_3_ties_start_at_the_turn():
     assert chosen == [0, 2, 2]
 
 
+def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
+    state = view(trace(waiting_prefill_tokens=90), trace(), prompt_tokens=128, cached_tokens_S=(96, 0), turn=1)
+    decision = choose_engine(state, GIMBAL, BUDGET)
+    assert (decision.engine, decision.rule, decision.terms["uncached"]) == (0, "cached", (32, 128))
+    assert decision.scores_S == (122, 128)  # close, but the request itself makes a difference
+    busier = replace(state, traces=(trace(waiting_prefill_tokens=97), trace(1)))
+    assert choose_engine(busier, GIMBAL, BUDGET).engine == 1
+    long = view(trace(waiting_prefill_tokens=500), trace(), prompt_tokens=2000, cached_tokens_S=(1600, 0))
+    assert (choose_engine(long, GIMBAL, BUDGET).engine, choose_engine(long, GIMBAL, BUDGET).rule) == (0, "least_score")
+    everywhere = replace(state, cached_tokens_S=(96, 96))
+    assert (choose_engine(everywhere, GIMBAL, BUDGET).engine, choose_engine(everywhere, GIMBAL, BUDGET).rule) == (
+        1,
+        "close",
+    )
+
+
+def test_a_nearly_full_engine_draws_nothing():
+    hit = {"prompt_tokens": 2000, "cached_tokens_S": (1984, 0)}
+    assert choose_engine(view(trace(kv_use=0.90), trace(kv_use=0.85), **hit), GIMBAL, BUDGET).engine == 0
+    for others, rule in [(0.5, "kv_guard"), (0.85, "close")]:
+        decision = choose_engine(view(trace(kv_use=0.91), trace(kv_use=others), **hit, turn=1), GIMBAL, BUDGET)
+        assert (decision.engine, decision.rule) == (1, rule)
+
+
+@st.composite
+def equal_but_for_the_cache(draw):
+    """A view of engines with the same load, whose caches hold different parts of the prompt."""
+    engines = draw(st.integers(2, 5))
+    busy = trace(waiting_prefill_tokens=draw(st.integers(0, 5000)), kv_use=draw(st.floats(0, 0.9)))
+    prompt = draw(st.integers(2, 4000))
+    lengths = st.sampled_from([0, prompt // 3, prompt - 1])  # often the same
+    cached_S = tuple(draw(st.lists(lengths, min_size=engines, max_size=engines)))
+    turn = draw(st.integers(0, engines - 1))
+    return view(*[busy] * engines, prompt_tokens=prompt, cached_tokens_S=cached_S, turn=turn)
+
+
+@given(equal_but_for_the_cache())
+def test_of_equal_engines_one_with_the_longest_cached_beginning_wins_ties_in_turn(state):
+    cached_S = state.cached_tokens_S
+    order = [(state.turn + i) % len(cached_S) for i in range(len(cached_S))]
+    assert choose_engine(state, GIMBAL, BUDGET).engine == max(order, key=lambda engine: cached_S[engine])
+
+
+@given(any_view(), st.integers(0, 4), st.integers(1, 10**5))
+def test_a_hit_moves_a_request_to_no_engine_that_is_busier_by_more_than_it_saves(state, engine, hit):
+    engine %= len(state.traces)
+    without = replace(state, cached_tokens_S=(0,) * len(state.traces))
+    cached_S = tuple(hit if s == engine else 0 for s in range(len(state.traces)))
+    decision = choose_engine(replace(state, cached_tokens_S=cached_S), GIMBAL, BUDGET)
+    before = choose_engine(without, GIMBAL, BUDGET)
+    if before.rule not in ("close", "least_score"):
+        assert decision == before  # the guard, and the fallbacks
+    elif decision.engine == engine != before.engine:
+        assert before.scores_S[engine] - min(before.scores_S) <= min(hit, state.prompt_tokens - 1) + 1e-6
+        trace = state.traces[engine]
+        assert trace is not None and trace.kv_use <= GIMBAL.high_kv
+
+
+@pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"tpu_inference"}))
+@given(state=any_view(), prompt_tokens=st.integers(1, 10**5))
+def test_without_a_cache_the_prompt_changes_no_decision(policy, state, prompt_tokens):
+    """Only tpu-inference's rule counted it before; nothing was cached for it to differ by."""
+    nothing = replace(state, cached_tokens_S=(0,) * len(state.traces))
+    config = DispatchConfig(policy=policy)
+    decision = choose_engine(replace(nothing, prompt_tokens=prompt_tokens), config, BUDGET)
+    assert decision == choose_engine(nothing, config, BUDGET)
+    assert "uncached" not in decision.terms
+
+
+@pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"gimbal", "tpu_inference"}))
+@given(state=any_view())
+def test_the_other_policies_know_no_cache(policy, state):
+    config, nothing = DispatchConfig(policy=policy), (0,) * len(state.traces)
+    assert choose_engine(state, config, BUDGET) == choose_engine(
+        replace(state, cached_tokens_S=nothing), config, BUDGET
+    )
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
 def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
     start = data.draw(st.integers(0, len(values) - 1))

@@ -50,6 +50,10 @@ def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
     # What is cached needs neither pages nor room in the step: 13 tokens are 4 pages, 2 of them there.
     assert bound([cached], [replace(IDLE, free_pages=3), replace(IDLE, free_pages=2, decode_rows=9)]) == [("a", 1)]
     assert bound([cached], [replace(IDLE, free_pages=3), replace(IDLE, free_pages=1)]) == []
+    # Pages that nobody uses are among the free ones until it takes them.
+    kept, rooms_S = cached._replace(kept_pages_S=(0, 2)), [replace(IDLE, free_pages=3)]
+    assert bound([kept], [*rooms_S, replace(IDLE, free_pages=3)]) == []
+    assert bound([kept], [*rooms_S, replace(IDLE, free_pages=4)]) == [("a", 1)]
 
 
 def test_rows_pages_and_the_step_limit():

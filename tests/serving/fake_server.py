@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 import time
@@ -28,8 +29,9 @@ from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.grpc_server import serve
 from gimbal_jax.serving.histogram import HistogramRecord
 from gimbal_jax.serving.model_files import ModelFiles
+from gimbal_jax.serving.prefix import PageNews, StoredPage
 from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.status import PlacementRecord, PlacementTotals, QueueHead, State, Status
+from gimbal_jax.serving.status import PhaseTimes, PlacementRecord, PlacementTotals, QueueHead, State, Status
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -98,6 +100,10 @@ class FakeCore:
         self.central_queue = 0
         self.on_outputs = lambda outputs: None
         self.on_bound = lambda now, bound: None
+        self.on_pages = lambda news: None
+        self.held_S: list[dict[bytes, StoredPage]] = [{} for _ in range(config.mesh.dp)]
+        """The pages that the prefix caches hold, by hash."""
+        self.flushes = 0
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
         self.rebalances = 0
@@ -138,6 +144,20 @@ class FakeCore:
     def rebalance(self):
         self.rebalances += 1
 
+    def tell(self, *news):
+        """What changed in the prefix caches."""
+        for one in news:
+            for removed in one.removed:
+                del self.held_S[one.engine][removed]
+            self.held_S[one.engine].update((page.hash, page) for page in one.stored)
+        self.on_pages(list(news))
+
+    def flush_cache(self):
+        self.flushes += 1
+        news = [PageNews(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
+        if news:
+            self.tell(*news)
+
     def status(self):
         counts_LSE = np.arange(2 * 2 * 4, dtype=np.int64).reshape(2, 2, 4)
         return Status(
@@ -163,6 +183,10 @@ class FakeCore:
             compiles_after_warmup=0,
             step_seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
             step_tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
+            prefix_queries_S=(100, 200),
+            prefix_hits_S=(40, 0),
+            cached_pages_S=(9, 3),
+            phases=(PhaseTimes("schedule", 0.0002, 0.0001, 0.0009), PhaseTimes("wait", 0.02, 0.01, 0.05)),
         )
 
     def step(self):
@@ -188,6 +212,10 @@ class FakeCore:
         output = Output(request.id, (token,), logprobs, reason)
         if len(tokens) == 1:
             output.started = request.arrival + 0.25
+            if request.engine is not None:
+                size, held = self.config.engine.page_size, self.held_S[request.engine]
+                known = itertools.takewhile(held.__contains__, request.page_hashes)
+                output.cached_tokens = min(len(list(known)), (len(request.prompt) - 1) // size) * size
             if request.sampling.prompt_logprobs is not None:
                 output.prompt_logprobs = tuple(TokenLogprobs(-float(i), *top) for i in range(1, len(request.prompt)))
         return output

@@ -10,6 +10,7 @@ RECORD: dict[str, Any] = {
     "engine": 1,
     "rule": "least_score",
     "priority": 0,
+    "cached_tokens": 8,
     "prompt_tokens": 12,
     "output_tokens": 5,
     "outcome": "length",

@@ -94,6 +94,13 @@ async def test_status(core, client):
         "last_rebalance": None,
         "active_requests": 0,
         "central_queue": 0,
+        "prefix_queries_S": (100, 200),
+        "prefix_hits_S": (40, 0),
+        "cached_pages_S": (9, 3),
+        "phases": (
+            {"name": "schedule", "mean_s": 0.0002, "p50_s": 0.0001, "p99_s": 0.0009},
+            {"name": "wait", "mean_s": 0.02, "p50_s": 0.01, "p99_s": 0.05},
+        ),
     }
     core.last_rebalance = 0.0
     assert (await client.status()).last_rebalance == 0.0

@@ -10,9 +10,11 @@ import pytest
 from gimbal_jax.config import DispatchConfig
 from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.serving.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import Output, SamplingParams
 from gimbal_jax.serving.request_record import Origin, RequestRecord
 from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until
+from tests.serving.page_news import pages_of, removed, stored
 
 THREE = SamplingParams(max_tokens=3)
 
@@ -106,6 +108,30 @@ async def test_late_requests_come_without_an_engine_and_their_decisions_are_kept
     for _ in range(3):
         core.step()
     assert [token for output in await tasks[1] for token in output.token_ids] == [2, 3, 4]
+
+
+@with_frontend()
+async def test_a_request_goes_where_its_beginning_is_cached_and_counts_less_there(core, frontend):
+    core.traces = tuple(dataclasses.replace(trace(engine), expert_pressure=1.0) for engine in range(2))
+    prompt = tuple(range(12))
+    core.tell(stored(1, *pages_of(prompt)))
+    await until(lambda: frontend.prefixes.pages == 3)
+    tasks = []
+    for number in range(2):
+        hashes = page_hashes(prompt, 4)
+        task = asyncio.create_task(anext(frontend.generate(f"{number}", prompt, THREE, page_hashes=hashes)))
+        tasks.append(task)
+        await until(lambda: len(core.submitted) == len(tasks))
+        assert (core.submitted[-1].engine, core.submitted[-1].page_hashes) == (1, hashes)
+    # The engine never takes the last token from its cache: 8 of the 12 tokens.
+    assert frontend.dispatcher.view(0.0).compensation_S == (0, 8)
+    assert frontend.dispatcher.recent[-1].decision.terms["uncached"] == (12, 4)
+    core.step()
+    core.step()  # before anybody reads: both are given as one
+    outputs = [await task for task in tasks]
+    assert [(output.cached_tokens, len(output.token_ids)) for output in outputs] == [(8, 2), (8, 2)]
+    core.tell(removed(1, *pages_of(prompt)))
+    await until(lambda: frontend.prefixes.pages == 0)
 
 
 @with_frontend()
@@ -236,17 +262,22 @@ def with_records(**core_options):
     return decorate
 
 
-@with_records()
-async def test_record_of_a_whole_request(core, frontend, clock, records):
+@pytest.mark.parametrize("may_stop", [False, True])
+def test_record_of_a_whole_request(may_stop):
+    with_records()(functools.partial(check_record_of_a_whole_request, may_stop=may_stop))()
+
+
+async def check_record_of_a_whole_request(core, frontend, clock, records, *, may_stop):
     origin, grammar = Origin("me", "00-trace"), object()
-    outputs = frontend.generate("a", (5, 6), THREE, engine=1, priority=-3, grammar=grammar, origin=origin)
+    options = {"engine": 1, "priority": -3, "grammar": grammar, "may_stop": may_stop, "origin": origin}
+    outputs = frontend.generate("a", (5, 6), THREE, **options)
     first = asyncio.create_task(anext(outputs))
     await until(lambda: core.submitted)
     assert core.submitted[0].grammar is grammar
     for clock.now in (101.0, 102.0, 104.0):
         core.step()
         await asyncio.sleep(0.01)
-    assert records == []
+    assert len(records) == (0 if may_stop else 1)  # where it ended in the core, that is its end
     clock.now = 200.0  # the consumer takes its time, which is not the request's
     await first
     async for _ in outputs:
@@ -259,6 +290,7 @@ async def test_record_of_a_whole_request(core, frontend, clock, records):
         rule="pinned",
         priority=-3,
         prompt_tokens=2,
+        cached_tokens=0,
         output_tokens=3,
         outcome="length",
         error="",
@@ -303,7 +335,7 @@ async def test_records_of_requests_that_do_not_end_well(core, frontend, clock, r
 @with_records()
 async def test_stop_ends_it_in_the_core_as_stopped(core, frontend, clock, records):
     for steps in (1, 3):  # in the middle, and with the token that also reaches its length
-        outputs = frontend.generate("a", (5,), THREE)
+        outputs = frontend.generate("a", (5,), THREE, may_stop=True)
         first = asyncio.create_task(anext(outputs))
         await until(lambda: core.live)
         for _ in range(steps):

@@ -12,6 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig
 from gimbal_jax.serving.generation import (
+    LONG_PROMPT,
     MAX_CHOICES,
     MAX_REQUEST_ID,
     MAX_STOP_CHARACTERS,
@@ -21,6 +22,7 @@ from gimbal_jax.serving.generation import (
     max_prompt_tokens,
     parse_generate,
 )
+from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import SamplingParams
 from gimbal_jax.serving.tokenizer import load_tokenizer
 from gimbal_jax.serving.validation import InvalidField, Unsupported
@@ -159,9 +161,19 @@ def test_constraints_are_compiled_where_there_is_a_tokenizer():
             parse(**{name: value})
 
 
+def test_pages_are_named_where_they_may_be_shared():
+    prompt, without = tuple(range(11)), dataclasses.replace(CONFIG.engine, prefix_cache=False)
+    assert parse(prompt, n=2, temperature=1.0).page_hashes == page_hashes(prompt, 4)
+    assert parse(prompt, truncate_prompt_tokens=5).page_hashes == page_hashes(prompt[-5:], 4)
+    assert parse(prompt, prompt_logprobs=0).page_hashes == ()
+    assert parse(prompt, config=dataclasses.replace(CONFIG, engine=without)).page_hashes == ()
+
+
 def test_what_is_slow_is_known_beforehand():
     params = pb.SamplingParams(n=2, stop=["a"])
     assert not is_slow(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1]), sampling_params=params))
+    assert not is_slow(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * LONG_PROMPT)))
+    assert is_slow(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * (LONG_PROMPT + 1))))
     assert is_slow(pb.GenerateRequest(text="a"))
     assert is_slow(pb.GenerateRequest(sampling_params=pb.SamplingParams(regex="a")))
 

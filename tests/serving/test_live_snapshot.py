@@ -46,6 +46,7 @@ RECORD = RequestRecord(
     rule="close",
     priority=0,
     prompt_tokens=7,
+    cached_tokens=4,
     output_tokens=5,
     outcome="stop",
     error="",
@@ -163,6 +164,8 @@ def test_scores_are_those_that_the_dispatcher_compares():
     assert [engine["waiting"] for engine in shown] == [0, 2]
     assert [engine["trace_age_s"] for engine in shown] == [0.25, 0.25]
     assert [engine["free_pages"] for engine in shown] == [30, 31]
+    assert [engine["cached_pages"] for engine in shown] == [9, 3]
+    assert [engine["prefix_hit_rate"] for engine in shown] == [0.4, 0]
 
 
 def test_engines_are_idle_before_their_first_trace():

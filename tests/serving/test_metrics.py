@@ -66,6 +66,9 @@ def test_engines_and_their_aggregate():
     assert both("num_preemptions_total") == ([1, 0], 1)
     assert both("computed_tokens_total") == ([11, 12], 23)
     assert both("prefill_tokens_computed_total") == ([5, 6], 11)
+    assert both("cached_pages") == ([9, 3], 12)
+    assert both("prefix_cache_queries_total") == ([100, 200], 300)
+    assert both("prefix_cache_hits_total") == ([40, 0], 40)
 
 
 def test_steps():
@@ -75,6 +78,14 @@ def test_steps():
     assert (found["gimbal_step_seconds_count",], found["gimbal_step_seconds_sum",]) == (7, 0.5)
     assert found["gimbal_step_tokens_sum",] == 23
     assert found["gimbal_compiles_after_warmup_total",] == 0
+    assert {key[1:]: value for key, value in found.items() if key[0] == "gimbal_tick_phase_seconds"} == {
+        ("schedule", "mean"): 0.0002,
+        ("schedule", "p50"): 0.0001,
+        ("schedule", "p99"): 0.0009,
+        ("wait", "mean"): 0.02,
+        ("wait", "p50"): 0.01,
+        ("wait", "p99"): 0.05,
+    }
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -31,6 +31,7 @@ def test_json_has_every_field_under_its_name():
         "rule": "least_score",
         "priority": 0,
         "prompt_tokens": 12,
+        "cached_tokens": 8,
         "output_tokens": 5,
         "queue_s": 0.25,
         "first_token_s": 1.0,
@@ -41,13 +42,20 @@ def test_json_has_every_field_under_its_name():
 
 def test_text_is_aligned_and_ends_with_what_clients_chose():
     never = ended(
-        engine=None, rule="", outcome="refused", error="full", queue_s=None, first_token_s=None, request_id="b"
+        engine=None,
+        rule="",
+        outcome="refused",
+        error="full",
+        cached_tokens=None,
+        queue_s=None,
+        first_token_s=None,
+        request_id="b",
     )
     lines = [text_line(ended(), ENDED), text_line(never, ENDED)]
     assert lines == [
-        "2027-01-15T08:00:00.250Z length    engine   1 least_score  prompt     12 output      5 "
+        "2027-01-15T08:00:00.250Z length    engine   1 least_score  prompt     12 cached      8 output      5 "
         'queue    0.250s first    1.000s token    0.500s total    3.000s client "ipv4:127.0.0.1:4711" id "r-1"',
-        "2027-01-15T08:00:00.250Z refused   engine   - -            prompt     12 output      5 "
+        "2027-01-15T08:00:00.250Z refused   engine   - -            prompt     12 cached      - output      5 "
         'queue         - first         - token         - total    3.000s client "ipv4:127.0.0.1:4711" id "b" '
         'error "full"',
     ]

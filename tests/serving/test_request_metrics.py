@@ -27,6 +27,7 @@ def test_a_complete_request_is_measured_whole():
         "e2e_request_latency_seconds": 3.0,
         "request_prompt_tokens": 12,
         "request_generation_tokens": 5,
+        "request_prefill_kv_computed_tokens": 4,
     }
 
 
@@ -47,6 +48,7 @@ def test_no_output_has_no_time_per_token():
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_prefill_kv_computed_tokens",
     }
 
 

@@ -27,6 +27,7 @@ from tests.serving.fake_server import (
     until,
     write_model_folder,
 )
+from tests.serving.page_news import pages_of, stored
 
 Code = grpc.StatusCode
 HI = [pb.Message(role="user", content="hi")]
@@ -87,6 +88,18 @@ async def test_text_in_and_out(files, core, client):
     assert (last.finish_reason, last.usage.prompt_tokens, last.usage.completion_tokens) == ("length", 1, 7)
     assert not any(response.finish_reason or response.HasField("usage") for response in others)
     assert last.WhichOneof("matched_stop") is None
+
+
+@with_text()
+async def test_usage_says_what_was_cached(files, core, client):
+    for engine in range(2):
+        core.tell(stored(engine, *pages_of(files.tokenizer.encode("0123456789"))))
+    for params in ({}, {"n": 2}):
+        usages = [
+            one.usage for one in await responses(client, request("0123456789", params=params)) if one.finish_reason
+        ]
+        assert [usage.cached_tokens for usage in usages] == [8] * len(usages)
+    assert len(usages) == 2
 
 
 @with_text()

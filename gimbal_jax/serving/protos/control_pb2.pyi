@@ -161,8 +161,20 @@ class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Phase(_message.Message):
+    __slots__ = ("name", "mean_s", "p50_s", "p99_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEAN_S_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    def __init__(self, name: _Optional[str] = ..., mean_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests", "central_queue")
+    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests", "central_queue", "prefix_queries_S", "prefix_hits_S", "cached_pages_S", "phases")
     NOW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +188,10 @@ class GetStatusResponse(_message.Message):
     LAST_REBALANCE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CENTRAL_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_S_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     now: float
     state: str
     error: str
@@ -189,7 +205,11 @@ class GetStatusResponse(_message.Message):
     last_rebalance: float
     active_requests: int
     central_queue: int
-    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ..., central_queue: _Optional[int] = ...) -> None: ...
+    prefix_queries_S: _containers.RepeatedScalarFieldContainer[int]
+    prefix_hits_S: _containers.RepeatedScalarFieldContainer[int]
+    cached_pages_S: _containers.RepeatedScalarFieldContainer[int]
+    phases: _containers.RepeatedCompositeFieldContainer[Phase]
+    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ..., central_queue: _Optional[int] = ..., prefix_queries_S: _Optional[_Iterable[int]] = ..., prefix_hits_S: _Optional[_Iterable[int]] = ..., cached_pages_S: _Optional[_Iterable[int]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
     __slots__ = ()

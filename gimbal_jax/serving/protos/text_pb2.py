@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm__engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gimbal_jax/serving/protos/text.proto\x12\tgimbal.v1\x1a\x11vllm_engine.proto\"=\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x03 \x01(\t\"a\n\x04\x43hat\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.gimbal.v1.Message\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1f\n\x17template_variables_json\x18\x03 \x01(\t\"\xe1\x01\n\x0bTextRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.gimbal.v1.ChatH\x00\x12\x39\n\x0fsampling_params\x18\x04 \x01(\x0b\x32 .vllm.grpc.engine.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_data_parallel_rank\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xb2\x02\n\x0cTextResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1a\n\x10matched_token_id\x18\x05 \x01(\rH\x00\x12\x1a\n\x10matched_stop_str\x18\x06 \x01(\tH\x00\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.gimbal.v1.Usage\x12\x39\n\x0foutput_logprobs\x18\x08 \x01(\x0b\x32 .vllm.grpc.engine.OutputLogProbs\x12\x37\n\x0einput_logprobs\x18\t \x01(\x0b\x32\x1f.vllm.grpc.engine.InputLogProbsB\x0e\n\x0cmatched_stop\"O\n\x12\x43ountTokensRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0f.gimbal.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x13\x43ountTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\r2\x93\x01\n\x04Text\x12=\n\x08Generate\x12\x16.gimbal.v1.TextRequest\x1a\x17.gimbal.v1.TextResponse0\x01\x12L\n\x0b\x43ountTokens\x12\x1d.gimbal.v1.CountTokensRequest\x1a\x1e.gimbal.v1.CountTokensResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gimbal_jax/serving/protos/text.proto\x12\tgimbal.v1\x1a\x11vllm_engine.proto\"=\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x03 \x01(\t\"a\n\x04\x43hat\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.gimbal.v1.Message\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1f\n\x17template_variables_json\x18\x03 \x01(\t\"\xe1\x01\n\x0bTextRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.gimbal.v1.ChatH\x00\x12\x39\n\x0fsampling_params\x18\x04 \x01(\x0b\x32 .vllm.grpc.engine.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_data_parallel_rank\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb2\x02\n\x0cTextResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1a\n\x10matched_token_id\x18\x05 \x01(\rH\x00\x12\x1a\n\x10matched_stop_str\x18\x06 \x01(\tH\x00\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.gimbal.v1.Usage\x12\x39\n\x0foutput_logprobs\x18\x08 \x01(\x0b\x32 .vllm.grpc.engine.OutputLogProbs\x12\x37\n\x0einput_logprobs\x18\t \x01(\x0b\x32\x1f.vllm.grpc.engine.InputLogProbsB\x0e\n\x0cmatched_stop\"O\n\x12\x43ountTokensRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0f.gimbal.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x13\x43ountTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\r2\x93\x01\n\x04Text\x12=\n\x08Generate\x12\x16.gimbal.v1.TextRequest\x1a\x17.gimbal.v1.TextResponse0\x01\x12L\n\x0b\x43ountTokens\x12\x1d.gimbal.v1.CountTokensRequest\x1a\x1e.gimbal.v1.CountTokensResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,13 +39,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TEXTREQUEST']._serialized_start=233
   _globals['_TEXTREQUEST']._serialized_end=458
   _globals['_USAGE']._serialized_start=460
-  _globals['_USAGE']._serialized_end=517
-  _globals['_TEXTRESPONSE']._serialized_start=520
-  _globals['_TEXTRESPONSE']._serialized_end=826
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=828
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=907
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=909
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=946
-  _globals['_TEXT']._serialized_start=949
-  _globals['_TEXT']._serialized_end=1096
+  _globals['_USAGE']._serialized_end=540
+  _globals['_TEXTRESPONSE']._serialized_start=543
+  _globals['_TEXTRESPONSE']._serialized_end=849
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=851
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=930
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=932
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=969
+  _globals['_TEXT']._serialized_start=972
+  _globals['_TEXT']._serialized_end=1119
 # @@protoc_insertion_point(module_scope)
