@@ -15,9 +15,7 @@ DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
 DTYPE_HELP = "Type of weights and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere."
 
 
-def set_up_devices(
-    devices: str, mesh: MeshConfig, compile_cache: Path | None = None, memory_utilisation: float = MEMORY_UTILISATION
-) -> list[jax.Device]:
+def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = MEMORY_UTILISATION) -> list[jax.Device]:
     """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax."""
     import jax
 
@@ -30,9 +28,6 @@ def set_up_devices(
         jax.config.update("jax_num_cpu_devices", int(count))
     # Only GPUs heed this. jax takes their memory at once when it starts, and would take a share of its own choice.
     jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": memory_utilisation})
-    if compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(compile_cache.absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
         available = jax.devices()
     except (RuntimeError, AssertionError) as error:  # without a plugin for the platform jax asserts

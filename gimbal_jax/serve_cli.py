@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import resource
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.devices import load_on_mesh, set_up_devices
+from gimbal_jax.host_memory import give_back_freed_memory
 from gimbal_jax.serve_config import takes_serve_options
 from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
 from gimbal_jax.terminal import console, errors_said, progress_bar
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     import jax
 
     from gimbal_jax.serving.gateway_config import GatewayConfig
+    from gimbal_jax.serving.programs import ProgramCache
     from gimbal_jax.serving.request_record import RequestRecord
     from gimbal_jax.serving.server import Server
 
@@ -60,7 +63,7 @@ def serve(options: ServeOptions) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with errors_said():
         mesh = MeshConfig(options.dp, options.tp)
-        devices = set_up_devices(options.devices, mesh, options.compile_cache, options.memory_utilisation)
+        devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
         checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")
         config = server_config(options, checkpoint.config, on_gpu=devices[0].platform == "gpu")
         code = asyncio.run(serve_checkpoint(checkpoint, config, options, devices))
@@ -149,6 +152,23 @@ def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) ->
     )
 
 
+def program_cache(
+    folder: str, model: ModelConfig, config: ServerConfig, devices: list[jax.Device]
+) -> ProgramCache | None:
+    """Where compiled programs are kept; None if they are not."""
+    from gimbal_jax.serving.programs import ProgramCache, programs_key
+
+    if folder == "off":
+        return None
+    try:
+        programs = Path(folder).expanduser() / "programs"
+    except RuntimeError as error:  # there is no home
+        console.print(f"compiled programs are not kept: --compile-cache {folder}: {error}")
+        return None
+    mesh_devices = devices[: config.mesh.ranks]
+    return ProgramCache(programs, programs_key(model, config, model.dtype, mesh_devices), mesh_devices, console.print)
+
+
 async def serve_checkpoint(
     checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions, devices: list[jax.Device]
 ) -> int:
@@ -168,6 +188,7 @@ async def serve_checkpoint(
     from gimbal_jax.serving.kv_pool import size_kv_pool
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.network import check_network
+    from gimbal_jax.serving.placement_process import PlacementProcess
     from gimbal_jax.serving.rebalance import move_to
     from gimbal_jax.serving.server import Server
 
@@ -200,9 +221,12 @@ async def serve_checkpoint(
         if options.num_pages is None:
             config, said = size_kv_pool(model, config, devices[0])
             console.print(said)
+        programs = program_cache(options.compile_cache, model, config, devices)
+        if programs is not None:
+            programs.read_ahead()
         weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.dtype)
-        runner = DeviceRunner(model, config, mesh, weights, slots, model.dtype)
-        server = Server(model, config, runner, dump=dump)
+        runner = DeviceRunner(model, config, mesh, weights, slots, model.dtype, programs)
+        server = Server(model, config, runner, dump=dump, placement_executor=PlacementProcess())
 
         def warm_up() -> None:
             with progress_bar("compiling") as progress:
@@ -212,10 +236,11 @@ async def serve_checkpoint(
                     progress(done, total)
 
                 runner.warm_up(unless_draining)
+            give_back_freed_memory()
             if start_LE is not None:
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already
-                console.print("serving")
+                console.print(f"serving; peak memory {peak_memory() / 2**30:.1f} GiB")
 
         stop = asyncio.Event()
         _drain_on_signals(server, stop)
@@ -247,6 +272,12 @@ async def serve_checkpoint(
         with console.status("writing the checkpoint"):
             save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
     return 0
+
+
+def peak_memory() -> int:
+    """Bytes of memory that this process has held at most."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:

@@ -71,7 +71,9 @@ class ServeOptions:
     memory_utilisation: Annotated[
         float, _mesh(min=0.1, max=1, help="Share of each GPU's memory that the server takes.")
     ] = MEMORY_UTILISATION
-    compile_cache: Annotated[Path | None, _mesh(help="Folder that keeps compiled programs.")] = None
+    compile_cache: Annotated[str, _mesh(help="Folder that keeps compiled programs for the next start, or `off`.")] = (
+        "~/.cache/gimbal_jax"
+    )
 
     max_model_len: Annotated[
         int | None, _engine(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")

@@ -1,8 +1,11 @@
 """From the options of ``gimbal serve`` to the records that the server is made of, and what is refused on the way."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -10,8 +13,15 @@ from gimbal_jax import serve_cli
 from gimbal_jax.cli import app
 from gimbal_jax.config import GPU_ENGINE, EngineConfig, NetworkConfig
 from gimbal_jax.model.hf_config import load_config
-from gimbal_jax.serve_cli import find_checkpoint, gateway_config, network_config, server_config
+from gimbal_jax.serve_cli import (
+    find_checkpoint,
+    gateway_config,
+    network_config,
+    program_cache,
+    server_config,
+)
 from gimbal_jax.serve_options import ServeOptions
+from gimbal_jax.serving.programs import compile_programs
 
 BASE = Path(__file__).parent / "goldens" / "base"
 MODEL = load_config(BASE)
@@ -108,3 +118,25 @@ def test_a_model_is_needed_to_serve_but_not_to_print_the_configuration(monkeypat
     assert "MODEL" in refused.stderr and "give a folder or a hub id" in refused.stderr
     printed = CliRunner().invoke(app, ["serve", "--print-config", "--dp", "4"])
     assert (printed.exit_code, "\ndp = 4\n" in printed.stdout) == (0, True)
+
+
+def test_programs_are_kept_at_home_or_where_the_user_says_and_off_is_off(tmp_path, monkeypatch, capsys):
+    config = server_config(ServeOptions(), MODEL, on_gpu=False)
+    kept = (tmp_path / "home" / ".cache" / "gimbal_jax" / "programs", tmp_path / "here" / "programs")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder, root in zip((ServeOptions().compile_cache, str(tmp_path / "here")), kept, strict=True):
+        cache = program_cache(folder, MODEL, config, jax.devices())
+        assert cache is not None
+        compile_programs({"one": lambda: jax.jit(lambda x: x + 1).lower(1)}, cache)
+        assert len([path for path in root.rglob("*") if path.is_file()]) == 1
+    assert program_cache("off", MODEL, config, jax.devices()) is None
+    assert capsys.readouterr().err == ""
+    assert program_cache("~no-such-user/x", MODEL, config, jax.devices()) is None
+    assert "compiled programs are not kept: --compile-cache ~no-such-user/x" in capsys.readouterr().err
+
+
+def test_peak_memory_is_what_a_process_has_held():
+    mib = 2**20
+    code = f"from gimbal_jax.serve_cli import peak_memory; held = b'x' * {300 * mib}; del held; print(peak_memory())"
+    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert 300 * mib < peak < 900 * mib
