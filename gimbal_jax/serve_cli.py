@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import dataclasses
 import resource
 import signal
@@ -237,6 +238,8 @@ async def serve_checkpoint(
 
                 runner.warm_up(unless_draining)
             give_back_freed_memory()
+            gc.collect()
+            gc.freeze()  # what is here now stays: looking through all of it again and again would stop ticks
             if start_LE is not None:
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already

@@ -210,19 +210,18 @@ class Engine:
     def trace(self, now: float, expert_pressure: float) -> Trace:
         """What the dispatcher gets to know about this engine (paper 4.1)."""
         rows = self._rows
-        waiting_prefill_tokens, waiting_tokens = self._waiting.token_sums()
         return Trace(
             engine=self.index,
             time=now,
             seen=self._seen,
             running_prefill_tokens=int(np.maximum(rows.prefill_end_R - rows.computed_R, 0).sum()),
-            waiting_prefill_tokens=waiting_prefill_tokens,
+            waiting_prefill_tokens=self._waiting.prefill_tokens,
             kv_use=1 - self._pool.available / self._config.num_pages,
             expert_pressure=expert_pressure,
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
             kv_tokens=int(rows.computed_R.sum()),
-            waiting_tokens=waiting_tokens,
+            waiting_tokens=self._waiting.tokens,
         )
 
     def queue_head(self, now: float) -> QueueHead | None:

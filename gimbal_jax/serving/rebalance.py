@@ -165,6 +165,8 @@ class Rebalancer:
         self._open_LSE = np.zeros_like(self.window_LSE)
         self._open_steps, self._asked = 0, False
         self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
+        if self._config.mesh.ranks == 1:
+            return  # nothing can move
         self._decision = self._executor.submit(
             decide, self._policy, self._smoothed_LSE, slots_LE, self._config, self.window_LSE, self._left_LE
         )

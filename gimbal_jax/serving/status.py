@@ -95,7 +95,8 @@ class Status:
     total_counts_LSE: np.ndarray
     """Traffic since start, open window included."""
     tokens_computed_S: tuple[int, ...]
-    """Tokens that went through the model, per source; total_counts = tokens * k per layer."""
+    """Tokens that went through the model, per source; total_counts = tokens * k per layer, but while steps run the
+    counts follow up to a trace period later."""
     prefill_tokens_S: tuple[int, ...]
     """Those of them that were prefill."""
     free_pages_S: tuple[int, ...]

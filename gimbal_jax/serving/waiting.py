@@ -16,6 +16,10 @@ class Waiting:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._sequences: dict[str, Sequence] = {}
+        self.prefill_tokens = 0
+        """What they have to compute."""
+        self.tokens = 0
+        """Their lengths, added up."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -29,18 +33,19 @@ class Waiting:
     def add(self, sequence: Sequence) -> None:
         sequence.key_until = -math.inf
         self._sequences[sequence.request.id] = sequence
+        self.prefill_tokens += sequence.length - sequence.cached
+        self.tokens += sequence.length
 
     def pop(self, request_id: str) -> Sequence | None:
-        return self._sequences.pop(request_id, None)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.prefill_tokens -= sequence.length - sequence.cached
+            self.tokens -= sequence.length
+        return sequence
 
     def first(self, most: int, prefill_tokens: int, now: float) -> list[Sequence]:
         """The first ones of the queue, in order, with their ``key`` of now."""
         return heapq.nsmallest(most, self._sequences.values(), key=lambda one: self._key(one, prefill_tokens, now))
-
-    def token_sums(self) -> tuple[int, int]:
-        """(what they have to compute, their lengths), added up."""
-        sequences = self._sequences.values()
-        return sum(one.length - one.cached for one in sequences), sum(one.length for one in sequences)
 
     def _key(self, sequence: Sequence, prefill_tokens: int, now: float) -> tuple[float, ...]:
         """Its sort key, worked out anew only where it may have changed: queues can be long."""
