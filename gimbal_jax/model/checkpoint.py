@@ -1,7 +1,7 @@
 """Hugging Face safetensors, read tensor by tensor straight into their shards.
 
-One table says where each parameter comes from: the published tensor name, and how
-its axes are split and turned. Only one shard of one parameter is in host memory
+One table says where each parameter comes from: the published tensors, how their axes
+are split and turned, and how they are joined. Only one shard of one parameter is in host memory
 at a time.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from gimbal_jax.config import ModelConfig
+from gimbal_jax.model.sharding import kv_heads_in_cache
 
 FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 Index = tuple[slice, ...]
@@ -33,39 +34,66 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where one parameter comes from: ``tensor.reshape(view).transpose(order)``.
+class Tensor:
+    """A published tensor as a parameter holds it: ``tensor.reshape(view).transpose(order)``."""
 
-    ``names`` holds one tensor, or for stacked experts the tensors of each expert in
-    expert order, which are joined along the last axis.
-    """
-
-    names: tuple[tuple[str, ...], ...]
+    name: str
     shape: Shape
-    """Of each tensor in the file."""
+    """In the file."""
     view: Shape
     order: tuple[int, ...]
+    copies: int = 1
+    """How often each entry of the first axis of ``view`` stands in the parameter, one beside the other."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one parameter comes from: tensors that are joined along an axis.
+
+    ``tensors`` holds one such group, or for stacked experts that of each expert in expert order.
+    """
+
+    tensors: tuple[tuple[Tensor, ...], ...]
+    join: int = 0
+    """Axis of the group's result; not sharded if there is something to join."""
     stacked: bool = False
 
 
 def _as_is(name: str, *shape: int) -> Source:
-    return Source(((name,),), shape, shape, tuple(range(len(shape))))
+    return Source(((Tensor(name, shape, shape, tuple(range(len(shape)))),),))
 
 
-def _bias(name: str, *axes: int) -> Source:
-    return Source(((name,),), (math.prod(axes),), axes, tuple(range(len(axes))))
-
-
-def _linear(name: str, out: tuple[int, ...], into: tuple[int, ...]) -> Source:
-    """A linear layer: the file holds [out, in], the model [in, out], either side maybe split into heads."""
+def _linear(name: str, out: Shape, into: Shape = ()) -> Tensor:
+    """A linear layer: the file holds [out, in], the model [in, out], either side maybe split. A bias has no ``in``."""
     order = (*range(len(out), len(out) + len(into)), *range(len(out)))
-    return Source(((name,),), (math.prod(out), math.prod(into)), (*out, *into), order)
+    return Tensor(name, tuple(math.prod(side) for side in (out, into) if side), (*out, *into), order)
 
 
-def source_of(path: tuple[Any, ...], c: ModelConfig) -> Source:
-    """The source of the parameter at this path of ``Qwen3Moe``."""
+def _qkv(attention: str, kind: str, c: ModelConfig, tp: int, into: Shape = ()) -> Source:
+    """[in, KV heads, the query heads of each and its key and value, head size]."""
+    groups = kv_heads_in_cache(c, tp)
+    q = _linear(f"{attention}q_proj.{kind}", (groups, c.num_heads // groups, c.head_dim), into)
+    k, v = (
+        replace(
+            _linear(f"{attention}{part}_proj.{kind}", (c.num_kv_heads, 1, c.head_dim), into),
+            copies=groups // c.num_kv_heads,
+        )
+        for part in "kv"
+    )
+    return Source(((q, k, v),), join=len(into) + 1)
+
+
+def _experts(block: str, c: ModelConfig, parts: tuple[str, ...], out: Shape, into: Shape) -> Source:
+    experts = (
+        tuple(_linear(f"{block}experts.{e}.{part}_proj.weight", out, into) for part in parts)
+        for e in range(c.num_experts)
+    )
+    return Source(tuple(experts), join=1, stacked=True)
+
+
+def source_of(path: tuple[Any, ...], c: ModelConfig, tp: int) -> Source:
+    """The source of the parameter at this path of ``Qwen3Moe``, for ``tp`` ranks in an engine."""
     hidden, mlp, expert = (c.hidden_size,), (c.intermediate_size,), (c.moe_intermediate_size,)
-    q, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
     if path[0] != "layers":
         return {
             "embed": _as_is("model.embed_tokens.weight", c.vocab_size, c.hidden_size),
@@ -82,30 +110,26 @@ def source_of(path: tuple[Any, ...], c: ModelConfig) -> Source:
             return _as_is(layer + "post_attention_layernorm.weight", *hidden)
         case ("attention", ("q_norm" | "k_norm") as norm, "scale"):
             return _as_is(f"{attention}{norm}.weight", c.head_dim)
+        case ("attention", "qkv"):
+            return _qkv(attention, "weight", c, tp, hidden)
+        case ("attention", "qkv_bias"):
+            return _qkv(attention, "bias", c, tp)
         case ("attention", "o"):
-            return _linear(attention + "o_proj.weight", hidden, q)
+            return Source(((_linear(attention + "o_proj.weight", hidden, (c.num_heads, c.head_dim)),),))
         case ("attention", "o_bias"):
-            return _bias(attention + "o_proj.bias", *hidden)
-        case ("attention", ("q" | "k" | "v") as part):
-            return _linear(f"{attention}{part}_proj.weight", q if part == "q" else kv, hidden)
-        case ("attention", str(bias)):
-            return _bias(f"{attention}{bias[0]}_proj.bias", *(q if bias == "q_bias" else kv))
+            return _as_is(attention + "o_proj.bias", *hidden)
         case ("mlp", "router"):
-            return _linear(block + "gate.weight", (c.num_experts,), hidden)
-        case ("mlp", ("gate" | "up") as part):
-            return _linear(f"{block}{part}_proj.weight", mlp, hidden)
+            return Source(((_linear(block + "gate.weight", (c.num_experts,), hidden),),))
+        case ("mlp", "gate_up") if path[1] not in c.moe_layers:
+            parts = (_linear(f"{block}{part}_proj.weight", (*mlp, 1), hidden) for part in ("gate", "up"))
+            return Source((tuple(replace(part, order=(2, 1, 0)) for part in parts),), join=1)
         case ("mlp", "down") if path[1] not in c.moe_layers:
-            return _linear(block + "down_proj.weight", hidden, mlp)
-        case ("mlp", "down"):
-            return _experts(block, c, ("down_proj",), _linear("", hidden, expert))
+            return Source(((_linear(block + "down_proj.weight", hidden, mlp),),))
         case ("mlp", "gate_up"):
-            return _experts(block, c, ("gate_proj", "up_proj"), _linear("", expert, hidden))
+            return _experts(block, c, ("gate", "up"), expert, hidden)
+        case ("mlp", "down"):
+            return _experts(block, c, ("down",), hidden, expert)
     raise KeyError(f"no source for parameter {path}")
-
-
-def _experts(block: str, c: ModelConfig, parts: tuple[str, ...], each: Source) -> Source:
-    names = (tuple(f"{block}experts.{e}.{part}.weight" for part in parts) for e in range(c.num_experts))
-    return replace(each, names=tuple(names), stacked=True)
 
 
 def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
@@ -159,41 +183,35 @@ class SafetensorsFolder:
 
 
 def read_shard(
-    folder: SafetensorsFolder, source: Source, index: Index, dtype: Any, expert_of_slot: np.ndarray
+    folder: SafetensorsFolder, source: Source, shape: Shape, index: Index, dtype: Any, expert_of_slot: np.ndarray
 ) -> np.ndarray:
-    """The part of a parameter that ``index`` selects."""
-    if source.stacked:
-        experts = expert_of_slot[index[0]]
-        parts = (_read_joined(folder, source, source.names[e], index[1:], dtype) for e in experts)
-        return _stack(parts, len(experts))
-    return _read_joined(folder, source, source.names[0], index, dtype)
+    """The part of a parameter of this shape that ``index`` selects."""
+    if not source.stacked:
+        parts = _read_parts(folder, source.tensors[0], source.join, index, dtype)
+        return np.concatenate(parts, axis=source.join) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+    shard = np.empty([len(range(size)[part]) for size, part in zip(shape, index, strict=True)], dtype)
+    for place, expert in zip(shard, expert_of_slot[index[0]], strict=True):
+        parts = _read_parts(folder, source.tensors[expert], source.join, index[1:], dtype)
+        np.concatenate(parts, axis=source.join, out=place)
+    return shard
 
 
-def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
-    first = next(parts)
-    out = np.empty((count, *first.shape), first.dtype)
-    out[0] = first
-    for i, part in enumerate(parts, start=1):
-        out[i] = part
-    return out
+def _read_parts(
+    folder: SafetensorsFolder, tensors: tuple[Tensor, ...], join: int, index: Index, dtype: Any
+) -> list[np.ndarray]:
+    if len(tensors) > 1:
+        index = (*index[:join], slice(None), *index[join + 1 :])
+    return [_read(folder, tensor, index, dtype) for tensor in tensors]
 
 
-def _read_joined(
-    folder: SafetensorsFolder, source: Source, names: tuple[str, ...], index: Index, dtype: Any
-) -> np.ndarray:
-    view_index: list[slice] = [slice(None)] * len(source.view)
-    for axis, part in zip(source.order, index, strict=True):
-        view_index[axis] = part
-    if len(names) > 1:  # the joined axis is never sharded
-        view_index[source.order[-1]] = slice(None)
-    first = range(source.view[0])[view_index[0]]
-    per_row = source.shape[0] // source.view[0]
-    rows = slice(first.start * per_row, first.stop * per_row)
-    parts = []
-    for name in names:
-        tensor = folder.read(name, rows).reshape(len(first), *source.view[1:])
-        parts.append(tensor[(slice(None), *view_index[1:])].transpose(source.order).astype(dtype, copy=False))
-    return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+def _read(folder: SafetensorsFolder, tensor: Tensor, index: Index, dtype: Any) -> np.ndarray:
+    """What ``index`` selects of a tensor as the parameter holds it; of the file only the rows that it needs."""
+    first, *others = (index[tensor.order.index(axis)] for axis in range(len(tensor.view)))
+    entries = np.arange(tensor.view[0] * tensor.copies)[first] // tensor.copies
+    rows, start = tensor.shape[0] // tensor.view[0], int(entries[0])
+    found = folder.read(tensor.name, slice(start * rows, (int(entries[-1]) + 1) * rows))
+    found = found.reshape(-1, *tensor.view[1:])[:, *others].astype(dtype, copy=False)
+    return (found if tensor.copies == 1 else found[entries - start]).transpose(tensor.order)
 
 
 def load_safetensors(
@@ -217,15 +235,16 @@ def load_safetensors(
     """
     tensors = SafetensorsFolder(folder)
     flat = nnx.to_flat_state(abstract)
-    sources = {path: source_of(path, config) for path, _ in flat}
-    tensors.check({name: s.shape for s in sources.values() for names in s.names for name in names})
+    tp = flat[0][1].get_value().sharding.mesh.shape["tp"]
+    sources = {path: source_of(path, config, tp) for path, _ in flat}
+    tensors.check({t.name: t.shape for source in sources.values() for group in source.tensors for t in group})
     expert_of_slot_LP = np.argsort(slot_of_expert_LE, axis=1)
     loaded = []
     for done, (path, variable) in enumerate(flat):
         source, target = sources[path], variable.get_value()
         moe_layer = config.moe_layers.index(path[1]) if source.stacked else 0
-        read = partial(read_shard, tensors, source, dtype=target.dtype, expert_of_slot=expert_of_slot_LP[moe_layer])
-        array = _to_devices(read, target)
+        read = partial(read_shard, tensors, source, target.shape)
+        array = _to_devices(partial(read, dtype=target.dtype, expert_of_slot=expert_of_slot_LP[moe_layer]), target)
         loaded.append((path, variable.replace(array)))
         progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)

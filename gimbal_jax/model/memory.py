@@ -116,8 +116,9 @@ def device_bytes(
     engine, mesh = config.engine, config.mesh
     _, groups = group_sizes(*bucket, engine.tile)
     layers_and_experts = len(model.moe_layers) * model.num_experts
-    # New counts stand beside the old ones; counts and placement are int32, and so are page numbers.
-    tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row) + 2 * rare_bytes(model.vocab_size, engine)
+    # New counts stand beside the old ones; counts and placement are int32, and so are page numbers and tokens.
+    tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row + engine.max_rows)
+    tables += 2 * rare_bytes(model.vocab_size, engine)
     return DeviceBytes(
         weights=weight_bytes(model, mesh),
         migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
@@ -132,8 +133,7 @@ def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
     """Weights on each device: exactly what the shards of ``abstract_model`` take."""
     m, tp, item = model, mesh.tp, ITEM_BYTES[model.dtype]
     heads = m.num_heads // tp * m.head_dim
-    # Where tp does not divide the KV heads, every device holds all of their projections (see ``spec_for``).
-    kv = (m.num_kv_heads // tp if m.num_kv_heads % tp == 0 else m.num_kv_heads) * m.head_dim
+    kv = kv_heads_in_cache(m, tp) // tp * m.head_dim
     biases = heads + 2 * kv + m.hidden_size if m.attention_bias else 0
     norms = 2 * m.hidden_size + 2 * m.head_dim
     attention = 2 * m.hidden_size * (heads + kv) + biases + norms
@@ -164,7 +164,7 @@ def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) ->
 
 def rare_bytes(vocab_size: int, engine: EngineConfig) -> int:
     """What few requests ask for, for each sequence and place that may: see ``RareInputs``."""
-    settings = 5  # group, prompt tokens and penalties
+    settings = 4  # prompt tokens and penalties
     of_sequence = settings + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS + -(-vocab_size // 32) + engine.max_model_len
     return 4 * (engine.max_rows * of_sequence + -(-engine.token_budget // engine.tile) * engine.tile)
 

@@ -3,6 +3,7 @@
 Both forms run inside ``shard_map`` on every rank and drop nothing. ``gather``
 sends every token to every rank; ``sparse`` sends a token only to the ranks that
 hold one of its experts, and once to each, so only it profits from a good placement.
+A single rank exchanges nothing.
 The sparse form is a ragged all-to-all on CUDA; where that does not exist, each pair
 of ranks has room for the worst case.
 """
@@ -44,7 +45,8 @@ def moe_exchange(
       [t, D]; 0 for padding.
     """
     count_E = jnp.zeros_like(routing.count_E).at[slot_of_expert_E].set(routing.count_E)  # by slot
-    exchange = _gather if form == "gather" else _sparse
+    forms = {"gather": _gather, "sparse": _sparse}
+    exchange = forms[form] if jax.lax.axis_size(RANKS) > 1 else _alone
     return exchange(x_tD, routing, count_E, gate_up_PDF, down_PFD, backend)
 
 
@@ -63,6 +65,21 @@ def first_places(count_RE: jax.Array) -> tuple[jax.Array, jax.Array]:
     return earlier_slots_RP.reshape(1, -1) + earlier_sources_RE, size_RP
 
 
+def _alone(
+    x_tD: jax.Array,
+    routing: Routing,
+    count_E: jax.Array,
+    gate_up_PDF: jax.Array,
+    down_PFD: jax.Array,
+    backend: Backend,
+) -> jax.Array:
+    """One rank holds all experts: XLA would keep collectives that exchange nothing."""
+    first_1E, size_1P = first_places(count_E[None])
+    place_tk = first_1E[0][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
+    place_tk = jnp.where(routing.slot_Tk >= 0, place_tk, -1)
+    return grouped_ffn(x_tD, place_tk, routing.weight_Tk, size_1P[0], gate_up_PDF, down_PFD, backend=backend)
+
+
 def _gather(
     x_tD: jax.Array,
     routing: Routing,
@@ -74,7 +91,7 @@ def _gather(
     (t, k), slots = routing.slot_Tk.shape, gate_up_PDF.shape[0]
     ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
     x_ND = jax.lax.all_gather(x_tD, RANKS, tiled=True)
-    # Everything else in one collective.
+    # Everything else in one collective. The tokens in it too would save nothing: 1 of 5 a layer, and the same time.
     parts = (routing.slot_Tk, _bits(routing.weight_Tk), routing.position_Tk, count_E)
     joined = jax.lax.all_gather(jnp.concatenate([part.reshape(-1) for part in parts]), RANKS)
     slot, weight, position, count_RE = jnp.split(joined, [t * k, 2 * t * k, 3 * t * k], axis=1)

@@ -6,19 +6,23 @@ They restore straight into any mesh that the model fits, whatever mesh they were
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.checkpoint import CheckpointError, differences
 from gimbal_jax.model.hf_config import SIDE_FILES
+from gimbal_jax.model.sharding import sharding_for
 
 WEIGHTS = "weights"
+FORMAT = 2
+"""Of what ``save_orbax`` writes. The first, which had no number, held q, k and v apart, and gate and up."""
 
 
 def is_orbax(folder: Path) -> bool:
@@ -39,10 +43,15 @@ def save_orbax(folder: Path, source: Path, weights: nnx.State, slot_of_expert_LE
 
     Raises CheckpointError as ``check_target`` does.
     """
+    import orbax.checkpoint as ocp  # a tenth of all imports, which other checkpoints do without
+
     check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    tree = _tree(weights, slot_of_expert_LE)
+    kv_heads = tree["layers.0.attention.qkv"].shape[1]
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / WEIGHTS).absolute(), _tree(weights, slot_of_expert_LE))
+        about = {"format": FORMAT, "kv_heads": kv_heads}
+        checkpointer.save((folder / WEIGHTS).absolute(), tree, custom_metadata=about)
     for name in SIDE_FILES:
         if (source / name).exists() and source.resolve() != folder.resolve():
             shutil.copy(source / name, folder / name)
@@ -53,15 +62,25 @@ def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[
 
     Raises CheckpointError, naming what does not fit the configuration.
     """
+    import orbax.checkpoint as ocp
+
     replicated = jax.sharding.NamedSharding(_mesh_of(abstract), jax.sharding.PartitionSpec())
     shape = (len(config.moe_layers), config.num_experts)
     slots = jax.ShapeDtypeStruct(shape, np.int32, sharding=replicated)
-    wanted, path = _tree(abstract, slots), (folder / WEIGHTS).absolute()
+    path = (folder / WEIGHTS).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(path).item_metadata
-        if metadata is None:
+        metadata = checkpointer.metadata(path)
+        if metadata.item_metadata is None:
             raise CheckpointError(f"{folder} cannot be restored: it has no Orbax metadata")
-        stored = {name: tuple(array.shape) for name, array in metadata.tree.items()}
+        about = metadata.custom_metadata or {}
+        if (found := about.get("format", 1)) != FORMAT:
+            raise CheckpointError(
+                f"{folder} holds a checkpoint of format {found}, and only format {FORMAT} can be restored: "
+                "convert the original again, with gimbal convert"
+            )
+        saved = jax.tree.map(partial(_as_saved, about["kv_heads"], config), abstract, is_leaf=_is_variable)
+        wanted = _tree(saved, slots)
+        stored = {name: tuple(array.shape) for name, array in metadata.item_metadata.tree.items()}
         if wrong := differences(stored, {name: array.shape for name, array in wanted.items()}):
             raise CheckpointError(f"{folder}: " + "; ".join(wrong[:10]))
         try:
@@ -70,9 +89,42 @@ def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[
             reason, *_ = str(error).split("\n")
             raise CheckpointError(f"{folder} cannot be restored: {reason}") from error
     weights = nnx.from_flat_state(
-        [(at, variable.replace(tree[_key(at)])) for at, variable in nnx.to_flat_state(abstract)]
+        [
+            (at, variable.replace(_on_mesh(tree.pop(_key(at)), variable.get_value(), config.num_kv_heads)))
+            for at, variable in nnx.to_flat_state(abstract)
+        ]
     )
     return weights, np.asarray(tree["slot_of_expert"])
+
+
+def regroup(qkv: jax.Array, kv_heads: int) -> jax.Array:
+    """``Attention.qkv`` or its bias for so many KV heads, copies or not: one number must divide the other."""
+    had = qkv.shape[-3]
+    q, kv = qkv[..., :-2, :], qkv[..., -2:, :]
+    q = q.reshape(*qkv.shape[:-3], kv_heads, -1, qkv.shape[-1])
+    kv = jnp.repeat(kv, kv_heads // had, axis=-3) if kv_heads > had else kv[..., :: had // kv_heads, :, :]
+    return jnp.concatenate([q, kv], axis=-2)
+
+
+def _as_saved(kv_heads: int, config: ModelConfig, variable: nnx.Variable) -> nnx.Variable:
+    """A parameter for so many KV heads, as well as this mesh can split it."""
+    axes, value = variable.get_metadata("axes"), variable.get_value()
+    if "group" not in axes:
+        return variable
+    shape = (*value.shape[:-3], kv_heads, config.num_heads // kv_heads + 2, config.head_dim)
+    sharding = sharding_for(axes, shape, value.sharding.mesh)
+    return variable.replace(jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding))
+
+
+def _on_mesh(array: jax.Array, wanted: jax.ShapeDtypeStruct, kv_heads: int) -> jax.Array:
+    """As this mesh needs it, by way of the model's own KV heads."""
+    if array.shape == wanted.shape:
+        return array
+    return jax.jit(lambda x: regroup(regroup(x, kv_heads), wanted.shape[-3]), out_shardings=wanted.sharding)(array)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _key(path: tuple[Any, ...]) -> str:

@@ -10,6 +10,9 @@ import numpy as np
 
 from gimbal_jax.config import ModelConfig, RopeConfig
 
+Rotation = tuple[jax.Array, jax.Array]
+"""float32 cosine and sine of each pair's angle, scaled: [..., 1, head_dim / 2]."""
+
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Inverse frequencies [head_dim / 2] (float32) and the factor on sin and cos.
@@ -60,9 +63,16 @@ def _yarn(frequency: np.ndarray, rope: RopeConfig, dim: int, max_position: int) 
     return frequency * (1 - ramp) + frequency / rope.factor * ramp, magnitude(1.0) if scale is None else scale
 
 
-def apply_rope(x: jax.Array, position: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
-    """Rotate x [..., heads, head_dim] by its position [...]; pairs are (i, i + head_dim / 2)."""
+def rotation(config: ModelConfig, position: jax.Array) -> Rotation:
+    """What turns queries and keys at these positions [...]: once for all layers."""
+    frequency, scale = rope_frequencies(config)
     angle = position[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    # Otherwise XLA fuses them into every layer, and computes them there for each head.
+    return jax.lax.optimization_barrier((jnp.cos(angle) * scale, jnp.sin(angle) * scale))
+
+
+def apply_rope(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate x [..., heads, head_dim] by its ``rotation``; pairs are (i, i + head_dim / 2)."""
+    cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -18,8 +18,10 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tp",
     "embed": None,
     "heads": "tp",
-    "kv_heads": "tp",  # of weights: replicated where tp does not divide them (see spec_for)
+    "kv_heads": "tp",  # copies included: see kv_heads_in_cache
+    "group": None,  # a KV head's query heads, then its key and its value
     "head_dim": None,
+    "gate_up": None,
     "mlp": "tp",
     "router": None,
     "slot": RANKS,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from gimbal_jax.config import Exchange, ModelConfig
 from gimbal_jax.model.inputs import StepInputs, rows_and_tiles
 from gimbal_jax.model.moe import moe_exchange
-from gimbal_jax.model.rope import apply_rope, rope_frequencies
+from gimbal_jax.model.rope import Rotation, apply_rope, rotation
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.pallas_kernels import Backend, paged_attention, route_and_count
 
@@ -61,31 +61,26 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with q and k norm, over pages."""
 
-    def __init__(self, c: ModelConfig, dtype: Any) -> None:
+    def __init__(self, c: ModelConfig, dtype: Any, tp: int) -> None:
+        groups = kv_heads_in_cache(c, tp)
+        one = {"kv_heads": groups, "group": c.num_heads // groups + 2, "head_dim": c.head_dim}
         self.config = c
-        self.q = param(dtype, embed=c.hidden_size, heads=c.num_heads, head_dim=c.head_dim)
-        self.k = param(dtype, embed=c.hidden_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
-        self.v = param(dtype, embed=c.hidden_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+        self.qkv = param(dtype, embed=c.hidden_size, **one)
         self.o = param(dtype, heads=c.num_heads, head_dim=c.head_dim, embed=c.hidden_size)
         if c.attention_bias:
-            self.q_bias = param(dtype, heads=c.num_heads, head_dim=c.head_dim)
-            self.k_bias = param(dtype, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
-            self.v_bias = param(dtype, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+            self.qkv_bias = param(dtype, **one)
             self.o_bias = param(dtype, embed=c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
 
     def __call__(
-        self, x_STD: jax.Array, pages: KVPages, inputs: StepInputs, layout: StepLayout
+        self, x_STD: jax.Array, pages: KVPages, inputs: StepInputs, rope: Rotation, layout: StepLayout
     ) -> tuple[jax.Array, KVPages]:
-        q, k, v = (jnp.einsum("std,dhk->sthk", x_STD, w[...]) for w in (self.q, self.k, self.v))
+        qkv = jnp.einsum("std,dgnk->stgnk", x_STD, self.qkv[...])
         if self.config.attention_bias:
-            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
-        rope = rope_frequencies(self.config)
-        q = apply_rope(self.q_norm(q), inputs.positions_ST, *rope)
-        k = apply_rope(self.k_norm(k), inputs.positions_ST, *rope)
-        copies = kv_heads_in_cache(self.config, layout.mesh.shape["tp"]) // self.config.num_kv_heads
-        k, v = jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2)
+            qkv = qkv + self.qkv_bias[...]
+        q, k, v = qkv[..., :-2, :].reshape(*x_STD.shape[:2], -1, self.config.head_dim), qkv[..., -2, :], qkv[..., -1, :]
+        q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
 
         heads = P("dp", None, "tp", None)
         cache = P("dp", None, None, "tp", None)
@@ -143,12 +138,12 @@ class DenseMLP(nnx.Module):
     """SwiGLU feed-forward of the layers without experts."""
 
     def __init__(self, c: ModelConfig, dtype: Any) -> None:
-        self.gate = param(dtype, embed=c.hidden_size, mlp=c.intermediate_size)
-        self.up = param(dtype, embed=c.hidden_size, mlp=c.intermediate_size)
+        self.gate_up = param(dtype, embed=c.hidden_size, gate_up=2, mlp=c.intermediate_size)
         self.down = param(dtype, mlp=c.intermediate_size, embed=c.hidden_size)
 
     def __call__(self, x_STD: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x_STD @ self.gate[...]) * (x_STD @ self.up[...])) @ self.down[...]
+        gate_up = jnp.einsum("std,dgf->stgf", x_STD, self.gate_up[...])
+        return (jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]) @ self.down[...]
 
 
 class MoE(nnx.Module):
@@ -195,9 +190,9 @@ class MoE(nnx.Module):
 class Layer(nnx.Module):
     """One transformer block."""
 
-    def __init__(self, c: ModelConfig, index: int, dtype: Any) -> None:
+    def __init__(self, c: ModelConfig, index: int, dtype: Any, tp: int) -> None:
         self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, "embed")
-        self.attention = Attention(c, dtype)
+        self.attention = Attention(c, dtype, tp)
         self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, "embed")
         self.mlp = MoE(c, dtype) if index in c.moe_layers else DenseMLP(c, dtype)
 
@@ -207,10 +202,11 @@ class Layer(nnx.Module):
         pages: KVPages,
         slot_of_expert_E: jax.Array | None,
         inputs: StepInputs,
+        rope: Rotation,
         layout: StepLayout,
     ) -> tuple[jax.Array, KVPages, jax.Array | None]:
         """Hidden states, pages, and counts [S, TP, E]; a layer without experts has no placement and no counts."""
-        attended, pages = self.attention(self.input_norm(x_STD), pages, inputs, layout)
+        attended, pages = self.attention(self.input_norm(x_STD), pages, inputs, rope, layout)
         x_STD = layout.constrain(x_STD + attended, "dp")
         y_STD = self.post_norm(x_STD)
         if isinstance(self.mlp, MoE):
@@ -230,19 +226,23 @@ def _run_layer(
     pages: KVPages,
     slot_of_expert_E: jax.Array | None,
     inputs: StepInputs,
+    rope: Rotation,
     layout: StepLayout,
 ) -> tuple[jax.Array, KVPages, jax.Array | None]:
     """Jitted so that layers of one kind are traced and lowered once; XLA inlines it."""
-    return nnx.merge(graph, weights)(x_STD, pages, slot_of_expert_E, inputs, layout)
+    return nnx.merge(graph, weights)(x_STD, pages, slot_of_expert_E, inputs, rope, layout)
 
 
 class Qwen3Moe(nnx.Module):
-    """The whole model. Built with zeros: use ``nnx.eval_shape`` and a checkpoint for the values."""
+    """The whole model, for engines of ``tp`` ranks: each holds KV heads of its own, copies if there are too few.
 
-    def __init__(self, config: ModelConfig, dtype: Any) -> None:
+    Built with zeros: use ``nnx.eval_shape`` and a checkpoint for the values.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
         self.config = config
         self.embed = param(dtype, vocab=config.vocab_size, embed=config.hidden_size)
-        self.layers = nnx.List([Layer(config, i, dtype) for i in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, i, dtype, tp) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "embed")
         if not config.tie_embeddings:
             self.head = param(dtype, vocab=config.vocab_size, embed=config.hidden_size)
@@ -262,10 +262,11 @@ class Qwen3Moe(nnx.Module):
           Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].
         """
         x = layout.constrain(self.embed[...][inputs.tokens_ST], "dp")
+        rope = rotation(self.config, inputs.positions_ST)
         slots, new_pages, counts = iter(slot_of_expert_LE), [], []
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             slots_E = next(slots) if isinstance(layer.mlp, MoE) else None
-            x, layer_pages, counts_STE = _run_layer(*nnx.split(layer), x, layer_pages, slots_E, inputs, layout)
+            x, layer_pages, counts_STE = _run_layer(*nnx.split(layer), x, layer_pages, slots_E, inputs, rope, layout)
             new_pages.append(layer_pages)
             counts += [] if counts_STE is None else [counts_STE]
         return self.norm(x), new_pages, jnp.stack(counts, axis=2)

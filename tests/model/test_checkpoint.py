@@ -71,13 +71,19 @@ def copy(tmp_path) -> Callable[..., Path]:
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_lands_in_its_shards_and_every_tensor_is_used(case, dp, tp):
-    """Sizes agree, and so does the sum of all values, so nothing is left out or read twice."""
+    """Sizes agree, and so does the sum of all values, so nothing is left out or read twice but copies of KV heads."""
     state = load(GOLDENS / case, MeshConfig(dp, tp))
     mesh = make_mesh(MeshConfig(dp, tp))
     for path, variable in nnx.to_flat_state(state):
         array = variable.get_value()
         assert array.sharding == sharding_for(variable.get_metadata("axes"), array.shape, mesh), path
-    tensors, arrays = tensors_of(GOLDENS / case).values(), values(state).values()
+    copies = max(1, tp // load_config(GOLDENS / case).num_kv_heads)
+    tensors = [
+        tensor
+        for name, tensor in tensors_of(GOLDENS / case).items()
+        for _ in range(copies if name.split(".")[-2] in ("k_proj", "v_proj") else 1)
+    ]
+    arrays = values(state).values()
     assert sum(a.size for a in arrays) == sum(t.size for t in tensors)
     np.testing.assert_allclose(sum(np.float64(a).sum() for a in arrays), sum(np.float64(t).sum() for t in tensors))
 
@@ -90,6 +96,32 @@ def test_expert_weights_stack_gate_then_up_in_slot_order():
         parts = [tensors[f"{of}.{part}_proj.weight"].T for part in ("gate", "up")]
         np.testing.assert_array_equal(got["layers", 0, "mlp", "gate_up"][slot], np.concatenate(parts, axis=1))
         np.testing.assert_array_equal(got["layers", 0, "mlp", "down"][slot], tensors[f"{of}.down_proj.weight"].T)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("case", ["attention_bias", "base", "kv1"])
+def test_every_rank_holds_its_query_heads_with_their_keys_and_values(case, tp):
+    config, tensors = load_config(GOLDENS / case), tensors_of(GOLDENS / case)
+    got = values(load(GOLDENS / case, MeshConfig(1, tp)))
+    groups, shared = max(config.num_kv_heads, tp), config.num_heads // config.num_kv_heads
+    for kind in ["weight", "bias"] if config.attention_bias else ["weight"]:
+        q, k, v = (
+            tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"].reshape(-1, config.head_dim, *rest)
+            for part in "qkv"
+            for rest in [() if kind == "bias" else (config.hidden_size,)]
+        )
+        qkv = got["layers", 1, "attention", "qkv" if kind == "weight" else "qkv_bias"]
+        for group, heads in enumerate(np.split(np.arange(config.num_heads), groups)):
+            (kv_head,) = {head // shared for head in heads}
+            for place, head in enumerate([*q[heads], k[kv_head], v[kv_head]]):
+                np.testing.assert_array_equal(qkv[..., group, place, :], head.T)
+
+
+def test_gate_and_up_of_a_dense_layer_lie_side_by_side():
+    tensors = tensors_of(GOLDENS / "sparse_step")
+    gate_up = values(load(GOLDENS / "sparse_step", MeshConfig(2, 2)))["layers", 0, "mlp", "gate_up"]
+    for place, part in enumerate(("gate", "up")):
+        np.testing.assert_array_equal(gate_up[:, place], tensors[f"model.layers.0.mlp.{part}_proj.weight"].T)
 
 
 @pytest.mark.parametrize("case", ["base", "sparse_step"])

@@ -1,4 +1,4 @@
-"""The MoE exchange over four ranks against a loop over tokens and their experts."""
+"""The MoE exchange over four ranks, and within one, against a loop over tokens and their experts."""
 
 from functools import partial
 from typing import Any
@@ -34,15 +34,20 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return output
 
 
-@pytest.fixture(scope="module", params=["gather", "gather, chunks", "sparse", "sparse, chunks", "sparse, ragged"])
+@pytest.fixture(
+    scope="module", params=["gather", "gather, chunks", "sparse", "sparse, chunks", "sparse, ragged", "alone"]
+)
 def exchange(request):
-    """Each form by plain XLA, the chunked product in each, and the ragged collective that CUDA has."""
+    """Each form by plain XLA, the chunked product in each, the ragged collective that CUDA has, and one rank alone."""
     form, _, variant = request.param.partition(", ")
+    mesh = make_mesh(MeshConfig()) if form == "alone" else MESH
 
     def on_rank(x, logits, valid, gate_up, down):
         placement = jnp.asarray(SLOT_OF_EXPERT)
-        routing = route_and_count(logits, valid, placement, k=TOP_K, renormalise=True, ranks=MESH.size)
-        return moe.moe_exchange(form, x, routing, placement, gate_up, down, BACKENDS[variant])
+        routing = route_and_count(logits, valid, placement, k=TOP_K, renormalise=True, ranks=mesh.size)
+        return moe.moe_exchange(
+            "sparse" if form == "alone" else form, x, routing, placement, gate_up, down, BACKENDS[variant]
+        )
 
     def by_xla(*arrays, backend, **settings):
         return grouped_ffn(*arrays, **settings)
@@ -52,7 +57,7 @@ def exchange(request):
             patch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
             patch.setattr(moe, "grouped_ffn", by_xla)
         patch.setattr(grouped_matmul, "ALWAYS_ONE_CHUNK", 8)
-        sharded = partial(jax.shard_map, mesh=MESH, in_specs=(P(RANKS),) * 5, out_specs=P(RANKS), check_vma=False)
+        sharded = partial(jax.shard_map, mesh=mesh, in_specs=(P(RANKS),) * 5, out_specs=P(RANKS), check_vma=False)
         yield jax.jit(sharded(on_rank))
 
 

@@ -1,6 +1,7 @@
 """Orbax folders: what is saved from one mesh is the same model, under the same placement, on any other."""
 
 import gc
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,34 @@ def test_the_restored_model_gives_the_same_logits(saved, original):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["attention_bias", "kv1"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("saved_from", [1, 2, 4])
+def test_more_ranks_than_kv_heads_restore_from_fewer_and_back(tmp_path, case, saved_from, tp):
+    def loaded(folder: Path, tp: int) -> tuple[nnx.State, np.ndarray]:
+        return load_weights(folder, load_config(folder), make_mesh(MeshConfig(1, tp)), jnp.float32)
+
+    golden = GOLDEN.parent / case
+    save_orbax(tmp_path / "saved", golden, *loaded(golden, saved_from))
+    got, _ = loaded(tmp_path / "saved", tp)
+    want = dict(nnx.to_flat_state(loaded(golden, tp)[0]))
+    for path, variable in nnx.to_flat_state(got):
+        array, wanted = variable.get_value(), want.pop(path).get_value()
+        np.testing.assert_array_equal(array, wanted, err_msg=str(path))
+        assert array.sharding == wanted.sharding, path
+    assert not want
+
+
+def test_a_folder_of_an_older_format_is_refused_with_what_to_do(saved, tmp_path):
+    """The first format had no number, and Orbax keeps ours in a file of its own."""
+    folder = tmp_path / "old"
+    shutil.copytree(saved, folder)
+    metadata = folder / "weights" / "_CHECKPOINT_METADATA"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"custom_metadata": {}}))
+    with pytest.raises(CheckpointError, match=r"of format 1, and only format 2 can be restored: .* gimbal convert"):
+        restore(folder, load_config(saved))
+
+
 def test_weights_may_be_restored_in_another_type(saved):
     config = load_config(saved)
     weights, _ = load_weights(saved, config, make_mesh(MeshConfig()), jnp.bfloat16)
@@ -106,7 +135,7 @@ def test_is_orbax(saved, case):
         ({"moe_intermediate_size": 24}, "mlp.gate_up"),
         ({"vocab_size": 256}, "embed"),
         ({"tie_embeddings": True}, "head"),
-        ({"attention_bias": True}, "q_bias"),
+        ({"attention_bias": True}, "qkv_bias"),
         ({"num_layers": 5}, "layers.4"),
         ({"num_layers": 2, "moe_layers": (1,)}, "layers.2"),
         ({"moe_layers": (1, 2, 3)}, "layers.2.mlp"),

@@ -34,7 +34,7 @@ def test_parts_are_those_of_the_shardings(dp, tp):
     layer = ("layers", 0)
     for shard, device in zip(held, mesh.devices.flat, strict=True):
         assert shard.engine == shard.rank // tp
-        assert list(shard.heads) == part((*layer, "attention", "q"), 1, device)
+        assert list(shard.heads) == part((*layer, "attention", "o"), 0, device)
         assert list(shard.vocabulary) == part(("embed",), 0, device)
         assert list(shard.experts) == part((*layer, "mlp", "gate_up"), 0, device)
         assert list(shard.kv_heads) == list(range(*cache[device][1].indices(4)))
