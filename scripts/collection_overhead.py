@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +33,7 @@ from rich.table import Table
 
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.model import transformer
-from gimbal_jax.model.inputs import RareInputs
+from gimbal_jax.model.inputs import RareInputs, StepShape, step_shape
 from gimbal_jax.model.moe import moe_exchange
 from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
@@ -42,6 +43,7 @@ from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.serving.request import SamplingParams
 from scripts.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
 from scripts.device_checks.timing import Timed, time_together
+from scripts.plans import greedy_rows
 
 EXPERTS, K = 128, 8
 """Of Qwen3-30B-A3B."""
@@ -121,24 +123,24 @@ def time_steps(samples: int) -> dict[str, Medians]:
     graph, _ = abstract_model(model, "float32", mesh)
     layout = StepLayout(mesh, CONFIG.engine.tile, "sparse", "xla")
 
-    def fused(*args: Any) -> Any:
-        return step(graph, layout, *args)
+    def fused(shape: StepShape, *args: Any) -> Any:
+        return step(graph, layout, shape, *args)
 
-    def none(weights: Any, state: DeviceState, *args: Any) -> Any:
-        outputs, after = step(graph, layout, weights, state, *args)
-        return outputs, DeviceState(after.pages, state.counts_STLE)
+    def none(shape: StepShape, weights: Any, state: DeviceState, *args: Any) -> Any:
+        outputs, after = step(graph, layout, shape, weights, state, *args)
+        return outputs, replace(after, counts_STLE=state.counts_STLE)
 
     one_pass = SeparatePass()
     state = new_state(model, CONFIG.engine, "float32", mesh)
     unasked = put_by_engine(blank(CONFIG.engine, model.vocab_size, CONFIG.mesh.dp), mesh)
     medians: dict[str, Medians] = {}
     for name, (rows, tokens) in STEPS.items():
-        inputs = step_inputs(CONFIG.engine, rows, tokens, unasked)
-        args = weights, state, jnp.asarray(slot_of_expert_LE), inputs
-        programs = {"none": compiled(none, *args)}
+        shape, packed_SX = step_inputs(CONFIG.engine, rows, tokens, unasked)
+        args = weights, state, jnp.asarray(slot_of_expert_LE), packed_SX, unasked
+        programs = {"none": compiled(partial(none, shape), *args)}
         with patch.multiple(transformer, route_and_count=one_pass.route, moe_exchange=one_pass.exchange):
-            programs["separate"] = compiled(fused, *args)
-        programs["fused"] = compiled(fused, *args)
+            programs["separate"] = compiled(partial(fused, shape), *args)
+        programs["fused"] = compiled(partial(fused, shape), *args)
         seconds: dict[str, list[float]] = {variant: [] for variant in programs}
         for sample in range(-2, samples):  # two to warm up
             for variant, program in programs.items():
@@ -155,18 +157,20 @@ def compiled(run: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     return jax.jit(run, donate_argnums=1).lower(*args).compile(COMPILER_OPTIONS)
 
 
-def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInputs) -> Any:
+def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInputs) -> tuple[StepShape, np.ndarray]:
     """A step with so many decode rows and prefill tokens on every engine."""
     rng, sampling = np.random.default_rng(0), SamplingParams(1, temperature=0.0)
 
-    def chunk(number: int, start: int, count: int) -> Chunk:
-        pages = np.arange(number, number + -(-(start + count) // engine.page_size), dtype=np.int32)
-        return Chunk(str(number), rng.integers(1000, 1700, count).astype(np.int32), start, pages, sampling)
+    def token_ids(count: int) -> np.ndarray:
+        return rng.integers(1000, 1700, count).astype(np.int32)
 
-    decode = tuple(chunk(8 * row, 64, 1) for row in range(rows))
-    prefill = (chunk(8 * rows, 0, tokens),) if tokens else ()
-    tiles = -(-tokens // engine.tile)
-    return stack([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, engine, rows, tiles, unasked)
+    pages_DM = 8 * np.arange(rows, dtype=np.int32)[:, None] + np.arange(-(-65 // engine.page_size), dtype=np.int32)
+    decode = greedy_rows(token_ids(rows), np.full(rows, 64, np.int32), pages_DM)
+    pages = np.arange(8 * rows, 8 * rows + -(-tokens // engine.page_size), dtype=np.int32)
+    prefill = (Chunk(rows, token_ids(tokens), 0, pages, sampling),) if tokens else ()
+    shape = step_shape(engine, (rows, tiles := -(-tokens // engine.tile)))
+    packed_SX, _ = stack([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, shape, unasked)
+    return shape, packed_SX
 
 
 def table(title: str, found: Mapping[str, Medians]) -> Table:

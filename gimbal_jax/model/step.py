@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.config import EngineConfig, ModelConfig
-from gimbal_jax.model.inputs import Logprobs, StepInputs, StepOutputs, rows_and_tiles
+from gimbal_jax.model.inputs import Logprobs, PackedInputs, RareInputs, StepInputs, StepOutputs, StepShape, unpack
 from gimbal_jax.model.prompt_logprobs import prompt_logprobs
 from gimbal_jax.model.sampling import no_logprobs, sample
 from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
@@ -34,6 +36,8 @@ class DeviceState:
     pages: list[KVPages]
     counts_STLE: jax.Array
     """int32 tokens per (source, tp rank, MoE layer, expert) since it was last zeroed."""
+    chosen_SR: jax.Array
+    """int32 token that each engine row chose last; -1 where its logits were not numbers."""
 
 
 def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any, backend: Backend) -> None:
@@ -46,7 +50,7 @@ def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any
 
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph and parameters of the model as shapes with shardings; no memory is used."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, dtype)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, dtype, mesh.shape["tp"])))
 
     def placed(variable: nnx.Variable) -> nnx.Variable:
         shape = variable.get_value()
@@ -64,11 +68,12 @@ def abstract_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: 
     pages: Any = jax.ShapeDtypeStruct(pages_shape, dtype, sharding=on_mesh)
     counts_shape = (dp, tp, len(config.moe_layers), config.num_experts)
     counts: Any = jax.ShapeDtypeStruct(counts_shape, jnp.int32, sharding=NamedSharding(mesh, P("dp", "tp")))
-    return DeviceState([(pages, pages)] * config.num_layers, counts)
+    chosen: Any = jax.ShapeDtypeStruct((dp, engine.max_rows), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
+    return DeviceState([(pages, pages)] * config.num_layers, counts, chosen)
 
 
 def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
-    """Empty KV pages and zero counters, allocated straight into their shards."""
+    """Empty KV pages, zero counters and tokens, allocated straight into their shards."""
     return jax.tree.map(
         lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding),
         abstract_state(config, engine, dtype, mesh),
@@ -78,46 +83,103 @@ def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh)
 def step(
     graph: nnx.GraphDef,
     layout: StepLayout,
+    shape: StepShape,
     weights: nnx.State,
     state: DeviceState,
     slot_of_expert_LE: jax.Array,
-    inputs: StepInputs,
+    packed_SX: jax.Array,
+    rare: RareInputs,
 ) -> tuple[StepOutputs, DeviceState]:
     """One step of all engines: forward, count, sample, log probabilities of prompts.
 
-    Jit with graph and layout static and state donated.
+    Jit with graph, layout and shape static and state donated. ``packed_SX`` is as ``inputs.unpack`` takes it.
     """
     model = nnx.merge(graph, weights)
+    _, num_pages, page_size, *_ = state.pages[0][0].shape
+    lay_out = _by_engine(partial(_forward_inputs, shape, num_pages, page_size), layout.mesh)
+    inputs, packed = lay_out(packed_SX, state.chosen_SR)
     hidden_STD, pages, counts_STLE = model(inputs, state.pages, slot_of_expert_LE, layout)
-    last_SG = last_token_of_group(inputs, layout.tile)
-    hidden_SGD = jnp.take_along_axis(hidden_STD, last_SG[..., None], axis=1)
-    token_SG, finite_SG, logprobs = _sample_by_engine(model.logits(hidden_SGD, layout), inputs, layout.mesh)
-    outputs = StepOutputs(token_SG, finite_SG, logprobs, _prompt_logprobs(model, hidden_STD, inputs, layout))
-    return outputs, DeviceState(pages, state.counts_STLE + counts_STLE)
+    # Without tiles sequences and token places are the same.
+    last_SC1 = packed.last_SC[..., None]
+    hidden_SCD = jnp.take_along_axis(hidden_STD, last_SC1, axis=1) if shape.tiles else hidden_STD
+    choose = _by_engine(_choose, layout.mesh, split_by_engine(rare))
+    logits_SCV = model.logits(hidden_SCD, layout)
+    token_SC, logprobs, chosen_SR = choose(logits_SCV, inputs, packed, state.chosen_SR, rare)
+    outputs = StepOutputs(token_SC, logprobs, _prompt_logprobs(model, hidden_STD, rare, shape, layout))
+    return outputs, DeviceState(pages, state.counts_STLE + counts_STLE, chosen_SR)
 
 
-def _sample_by_engine(logits_SGV: jax.Array, inputs: StepInputs, mesh: Mesh) -> tuple[jax.Array, jax.Array, Logprobs]:
-    """Each engine samples its own rows, so that sorting and scattering need no collective."""
-    position_SG = inputs.start_SG + inputs.count_SG
-    specs = (P("dp"), P("dp"), split_by_engine(inputs.sampling), split_by_engine(inputs.rare))
-    return jax.shard_map(sample, mesh=mesh, in_specs=specs, out_specs=P("dp"), check_vma=False)(
-        logits_SGV, position_SG, inputs.sampling, inputs.rare
+def _by_engine(function: Callable[..., Any], mesh: Mesh, *last_specs: Any) -> Callable[..., Any]:
+    """Each engine does its own share, so that gathering, sorting and scattering need no collective."""
+
+    def on_mesh(*args: Any) -> Any:
+        specs = (P("dp"),) * (len(args) - len(last_specs)) + last_specs
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("dp"), check_vma=False)(*args)
+
+    return on_mesh
+
+
+def _forward_inputs(
+    shape: StepShape, num_pages: int, page_size: int, packed_SX: jax.Array, chosen_SR: jax.Array
+) -> tuple[StepInputs, PackedInputs]:
+    """What follows for every token place from what the host says of rows and tiles, and from the last tokens."""
+    packed = unpack(packed_SX, shape)
+    rows, tiles, tile = shape.rows, shape.tiles, shape.tile
+    chosen_SC = jnp.take_along_axis(chosen_SR, packed.row_SC, axis=1, mode="clip")
+    tokens_ST = packed.tokens_ST
+    # A row whose last logits were no numbers goes on with any token until the host knows of it.
+    known_SC = jnp.maximum(jnp.where(tokens_ST[:, :rows] < 0, chosen_SC[:, :rows], tokens_ST[:, :rows]), 0)
+    tokens_ST = tokens_ST.at[:, :rows].set(known_SC)
+
+    group_T = np.concatenate([np.arange(rows), rows + np.repeat(np.arange(tiles), tile)]).astype(np.int32)
+    offset_T = np.concatenate([np.zeros(rows), np.tile(np.arange(tile), tiles)]).astype(np.int32)
+    sequence_SG = jnp.concatenate(
+        [jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (len(packed_SX), rows)), packed.sequence_SN], axis=1
+    )
+    table_SCM = packed.page_table_SCM
+    table_SGM = jnp.take_along_axis(table_SCM, sequence_SG[..., None], axis=1) if tiles else table_SCM
+    real_ST = offset_T < packed.count_SG[:, group_T]
+    positions_ST = jnp.where(real_ST, packed.start_SG[:, group_T] + offset_T, 0)
+    page_ST = jnp.take_along_axis(table_SGM[:, group_T], positions_ST[..., None] // page_size, axis=2)[..., 0]
+    write_ST = jnp.where(real_ST, page_ST * page_size + positions_ST % page_size, num_pages * page_size)
+    inputs = StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, packed.start_SG, packed.count_SG)
+    return inputs, packed
+
+
+def _choose(
+    logits_SCV: jax.Array, inputs: StepInputs, packed: PackedInputs, chosen_SR: jax.Array, rare: RareInputs
+) -> tuple[jax.Array, Logprobs, jax.Array]:
+    """One engine's next tokens, and the tokens that its rows chose last. The leading axis is this engine's (1)."""
+    (last_C, row_C, s), (tokens_T, positions_T) = jax.tree.map(
+        lambda array: array[0],
+        ((packed.last_SC, packed.row_SC, packed.sampling), (inputs.tokens_ST, inputs.positions_ST)),
+    )
+    own = jax.tree.map(lambda array: array[0] if array.ndim else array, rare)
+    token_C, logprobs = sample(logits_SCV[0], tokens_T[last_C], positions_T[last_C] + 1, row_C, s, own)
+    return (
+        token_C[None],
+        jax.tree.map(lambda array: array[None], logprobs),
+        chosen_SR.at[0, row_C].set(token_C, mode="drop"),
     )
 
 
-def _prompt_logprobs(model: Qwen3Moe, hidden_STD: jax.Array, inputs: StepInputs, layout: StepLayout) -> Logprobs | None:
+def _prompt_logprobs(
+    model: Qwen3Moe, hidden_STD: jax.Array, rare: RareInputs, shape: StepShape, layout: StepLayout
+) -> Logprobs | None:
     """Of the targets, if there are any; no more logits at a time than for sampling."""
-    (engines, tokens), groups = inputs.tokens_ST.shape, inputs.count_SG.shape[1]
-    rows, tiles = rows_and_tiles(tokens, groups, layout.tile)
-    if tiles == 0:
+    if shape.tiles == 0:
         return None
-    places = tiles * layout.tile
+    places = shape.tiles * shape.tile
     return jax.lax.cond(
-        inputs.rare.want_targets,
+        rare.want_targets,
         lambda: prompt_logprobs(
-            hidden_STD[:, rows:], inputs.rare.targets_ST[:, :places], model.output_table, groups, layout.mesh
+            hidden_STD[:, shape.rows :],
+            rare.targets_ST[:, :places],
+            model.output_table,
+            shape.sequences,
+            layout.mesh,
         ),
-        lambda: no_logprobs((engines, places), model.config.vocab_size),
+        lambda: no_logprobs((len(hidden_STD), places), model.config.vocab_size),
     )
 
 
@@ -129,12 +191,3 @@ def split_by_engine(inputs: Any) -> Any:
 def put_by_engine(inputs: Any, mesh: Mesh) -> Any:
     """Inputs of steps, on the devices of the engines that they are for."""
     return jax.device_put(inputs, jax.tree.map(partial(NamedSharding, mesh), split_by_engine(inputs)))
-
-
-def last_token_of_group(inputs: StepInputs, tile: int) -> jax.Array:
-    """Index into T of each group's last token [S, G]; its first place if it is empty."""
-    tokens, groups = inputs.tokens_ST.shape[1], inputs.count_SG.shape[1]
-    rows, _ = rows_and_tiles(tokens, groups, tile)
-    place_G = jnp.arange(groups)
-    first_G = jnp.where(place_G < rows, place_G, rows + (place_G - rows) * tile)
-    return first_G + jnp.maximum(inputs.count_SG - 1, 0)

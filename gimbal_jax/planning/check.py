@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gimbal_jax.config import Exchange, MeshConfig, ServerConfig
+from gimbal_jax.model.inputs import Bucket
 from gimbal_jax.planning.checks import Census, Finding, census, migration_findings, step_findings
 from gimbal_jax.planning.compiled import Program, StepKind, bucket_kinds, compile_migration, compile_step
 from gimbal_jax.planning.plan import PlanRequest, Refused, plan_mesh
-from gimbal_jax.serving.batch import Bucket
 
 
 @dataclass(frozen=True)

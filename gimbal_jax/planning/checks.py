@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
-from gimbal_jax.model.inputs import group_sizes
+from gimbal_jax.model.inputs import Bucket, group_sizes, step_shape
 from gimbal_jax.model.memory import device_bytes, migration_bytes
 from gimbal_jax.model.prompt_logprobs import prompt_block
 from gimbal_jax.model.sharding import kv_heads_in_cache
@@ -17,7 +17,6 @@ from gimbal_jax.pallas_kernels.grouped_matmul import chunk_rows
 from gimbal_jax.planning.compiled import Program, shallow
 from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.planning.hlo import Groups, collectives, donated_parameters, instructions, mosaic_kernels, parameters
-from gimbal_jax.serving.batch import Bucket
 
 Census = Counter[tuple[str, str, int, Groups]]
 """How often devices exchange an array: (collective, dtype, elements on a device, groups)."""
@@ -115,7 +114,8 @@ def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Cen
     where they go, and results (see ``model.moe``).
     """
     mesh, groups = config.mesh, mesh_groups(config.mesh)
-    tokens, chosen = group_sizes(*bucket, config.engine.tile)
+    shape = step_shape(config.engine, bucket)
+    tokens, chosen = shape.tokens, shape.sequences
     own, ranks, k = tokens // mesh.tp, mesh.ranks, model.experts_per_token
     hidden, moe = model.hidden_size, len(model.moe_layers)
     wanted: Census = Counter()

@@ -17,16 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
+from gimbal_jax.model.inputs import Bucket, step_shape
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, split_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.batch import Bucket, blank, stack, step_buckets
-from gimbal_jax.serving.plan import Plan
+from gimbal_jax.serving.batch import blank, step_buckets
 
-StepKind = Literal["decode", "mixed", "prefill"]
+StepKind = Literal["decode", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Program:
 
 
 def bucket_kinds(config: ServerConfig) -> dict[StepKind, Bucket]:
-    """The extreme shapes of steps that a server compiles: no prefill, all of both, the fewest rows with all prefill."""
+    """The largest steps that a server compiles: without prefill, and with all of both."""
     buckets = step_buckets(config.engine, config.mesh.tp)
     rows, tiles = max(rows for rows, _ in buckets), max(tiles for _, tiles in buckets)
-    return {"decode": (rows, 0), "mixed": (rows, tiles), "prefill": (min(rows for rows, _ in buckets), tiles)}
+    return {"decode": (rows, 0), "mixed": (rows, tiles)}
 
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:
@@ -87,11 +87,12 @@ def compile_step(
     _, arguments = _step_arguments(shallow(model, layers), filled, mesh)
     unasked = blank(config.engine, model.vocab_size, config.mesh.dp)
     on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
-    inputs = _shapes(stack([Plan()] * config.mesh.dp, config.engine, *bucket, unasked))
-    inputs = replace(inputs, rare=_shapes(unasked, on_mesh))
+    shape = step_shape(config.engine, bucket)
+    by_engine = NamedSharding(mesh, PartitionSpec("dp"))
+    packed_SX = jax.ShapeDtypeStruct((config.mesh.dp, shape.packed), jnp.int32, sharding=by_engine)
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
-    run = jax.jit(partial(step, graph, layout), donate_argnums=1)
-    program = _compile(run, (*arguments, inputs), donated=1, devices=devices)
+    run = jax.jit(partial(step, graph, layout, shape), donate_argnums=1)
+    program = _compile(run, (*arguments, packed_SX, _shapes(unasked, on_mesh)), donated=1, devices=devices)
     more_state = _device_bytes(all_arguments[1]) - _device_bytes(arguments[1])
     return replace(
         program,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
-from gimbal_jax.model.inputs import StepInputs, StepOutputs
+from gimbal_jax.model.inputs import Bucket, RareInputs, StepOutputs, StepShape, step_shape, unused
 from gimbal_jax.model.step import COMPILER_OPTIONS, DeviceState, abstract_model, new_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.batch import blank, bucket_for, results_of, stack, step_buckets
-from gimbal_jax.serving.plan import NextToken, Plan
-from gimbal_jax.serving.runner import DevicesLost, Progress
+from gimbal_jax.serving.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
+from gimbal_jax.serving.plan import Plan, StepResult
+from gimbal_jax.serving.programs import ProgramCache, compile_programs
+from gimbal_jax.serving.runner import DevicesLost, Lap, Progress
 
 
 class CompileCounter:
@@ -41,8 +42,19 @@ class CompileCounter:
                 self.count += 1
 
 
+@dataclass(frozen=True)
+class _Enqueued:
+    """A step whose results were not fetched yet."""
+
+    plans: Sequence[Plan]
+    shape: StepShape
+    outputs: StepOutputs
+
+
 class DeviceRunner:
     """A model on a mesh. Compiles everything it will ever run in ``warm_up``."""
+
+    ahead = 1
 
     def __init__(
         self,
@@ -52,22 +64,32 @@ class DeviceRunner:
         weights: nnx.State,
         slot_of_expert_LE: np.ndarray,
         dtype: Any,
+        programs: ProgramCache | None = None,
     ) -> None:
-        """``weights`` stand in the slot order of ``slot_of_expert_LE`` and are shared, not copied."""
+        """``weights`` stand in the slot order of ``slot_of_expert_LE`` and are shared, not copied.
+
+        Programs are taken from ``programs`` and kept there, if it is given.
+        """
         self.model, self.config, self.mesh = model, config, mesh
         self.buckets = step_buckets(config.engine, config.mesh.tp)
-        self._graph, self._abstract = abstract_model(model, dtype, mesh)
+        self._programs = programs
+        self._graph, _ = abstract_model(model, dtype, mesh)
         backend = backend_of(mesh.devices.flat[0])
         self._layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend)
-        self._weights = weights
+        # A step is called with a plain tuple: to take the parameters of a deep model apart costs milliseconds.
+        self._leaves, self._tree = jax.tree.flatten(weights)
+        numbers = jax.tree.unflatten(self._tree, range(len(self._leaves)))["layers"]
+        mlps = [numbers[layer]["mlp"] for layer in model.moe_layers]
+        self._expert_leaves = [tuple(mlp[name].get_value() for name in ("gate_up", "down")) for mlp in mlps]
         self._slots = np.array(slot_of_expert_LE, np.int32)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device_slots = jax.device_put(self._slots, self._replicated)
+        self._by_engine = NamedSharding(mesh, PartitionSpec("dp"))
         self._blank = put_by_engine(blank(config.engine, model.vocab_size, config.mesh.dp), mesh)
         self._state: DeviceState = new_state(model, config.engine, dtype, mesh)
-        gate_up, down = self._experts_of(0)
-        self.expert_bytes = (gate_up.nbytes + down.nbytes) // model.num_experts
-        self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self.expert_bytes = sum(array.nbytes for array in self._experts_of(0)) // model.num_experts
+        self._enqueued: deque[_Enqueued] = deque()
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._move: jax.stages.Compiled | None = None
         self._zero: jax.stages.Compiled | None = None
         self._compilations = CompileCounter()
@@ -80,64 +102,58 @@ class DeviceRunner:
     @property
     def weights(self) -> nnx.State:
         """Parameters, experts in slot order."""
-        return self._weights
+        return jax.tree.unflatten(self._tree, self._leaves)
 
     def warm_up(self, progress: Progress = lambda done, total: None) -> None:
         """Compile all buckets, the migration and the counter reset, then run each once on nothing.
 
-        Each bucket is lowered here and compiled on a pool: XLA compiles outside the interpreter lock. What
-        ``progress`` raises ends the warm-up as soon as the programs that are being compiled are done.
+        What ``progress`` raises ends the warm-up as soon as the programs that are being compiled are done.
         """
-        empty = [Plan()] * self.config.mesh.dp
-        jobs = {b: stack(empty, self.config.engine, *b, self._blank) for b in self.buckets}
-        run = jax.jit(partial(step, self._graph, self._layout), donate_argnums=1)
-        total = len(jobs) + 2
-        pool = ThreadPoolExecutor(max_workers=4)
-        try:
-            compiled = {}
-            for bucket, inputs in jobs.items():
-                progress(0, total)
-                lowered = run.lower(self._weights, self._state, self._device_slots, inputs)
-                compiled[bucket] = pool.submit(lowered.compile, COMPILER_OPTIONS)
-            for done, (bucket, future) in enumerate(compiled.items(), start=1):
-                self._steps[_shape_of(jobs[bucket])] = future.result()
-                progress(done, total)
-        finally:
-            pool.shutdown(cancel_futures=True)
         nowhere = np.zeros(0, np.int32)
         table = exchange_table(nowhere, nowhere, *self._exchange_sizes)
+        counts = self._state.counts_STLE
+        zeros = jax.jit(lambda: jnp.zeros(counts.shape, counts.dtype), out_shardings=counts.sharding)
         move = jax.jit(partial(move_experts, mesh=self.mesh), donate_argnums=0)
-        self._move = move.lower(self._experts_of(0), *table).compile()
-        progress(total - 1, total)
-        zero = jax.jit(jnp.zeros_like, donate_argnums=0, out_shardings=self._state.counts_STLE.sharding)
-        self._zero = zero.lower(self._state.counts_STLE).compile()
-        for inputs in jobs.values():
-            self._step(inputs)
+        lowerers: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
+            bucket: partial(self._lower, bucket) for bucket in self.buckets
+        }
+        lowerers |= {"move": partial(move.lower, self._experts_of(0), *table), "zero": zeros.lower}
+        programs = compile_programs(lowerers, self._programs, COMPILER_OPTIONS, progress)
+        self._move, self._zero = programs["move"], programs["zero"]
+        self._steps = {bucket: programs[bucket] for bucket in self.buckets}
+        for bucket in self.buckets:
+            shape = self._shape(bucket)
+            jax.device_get(self._run(bucket, unused(self.config.mesh.dp, shape), self._blank).token_SC)
         for layer in range(len(self.model.moe_layers)):
             self.migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
-        self.take_counts()
-        progress(total, total)
+        self.begin_counts()()
         self._compiled_at_warmup = self._compilations.count
 
-    def step(self, plans: Sequence[Plan]) -> list[list[NextToken | None]]:
-        rows, tiles = bucket_for(plans, self.buckets)
-        outputs = self._step(stack(plans, self.config.engine, rows, tiles, self._blank))
-        return [results_of(outputs, plan, s, self.config.engine, rows) for s, plan in enumerate(plans)]
-
-    def _step(self, inputs: StepInputs) -> StepOutputs:
-        run = self._steps[_shape_of(inputs)]
-        outputs, self._state = run(self._weights, self._state, self._device_slots, inputs)
-        if not inputs.sampling.want_logprobs:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+        bucket = bucket_for(plans, self.buckets)
+        shape = self._shape(bucket)
+        packed_SX, rare = stack(plans, shape, self._blank)
+        lap("batch")
+        outputs = self._run(bucket, packed_SX, rare)
+        if not any(wants_logprobs(plan) for plan in plans):
             outputs = replace(outputs, logprobs=None)
-        if inputs.rare.want_targets is self._blank.want_targets:  # asking the device would take a copy
+        if rare.want_targets is self._blank.want_targets:
             outputs = replace(outputs, prompt_logprobs=None)
-        return jax.device_get(outputs)
+        for array in jax.tree.leaves(outputs):
+            array.copy_to_host_async()
+        self._enqueued.append(_Enqueued(plans, shape, outputs))
 
-    def take_counts(self) -> np.ndarray:
+    def results(self) -> list[StepResult]:
+        oldest = self._enqueued.popleft()
+        outputs = jax.device_get(oldest.outputs)
+        return [results_of(outputs, plan, s, oldest.shape) for s, plan in enumerate(oldest.plans)]
+
+    def begin_counts(self) -> Callable[[], np.ndarray]:
         assert self._zero is not None, "warm_up comes first"
-        counts_STLE = np.asarray(self._state.counts_STLE).astype(np.int64)
-        self._state = DeviceState(self._state.pages, self._zero(self._state.counts_STLE))
-        return counts_STLE.sum(axis=1).transpose(1, 0, 2)
+        counts_STLE = self._state.counts_STLE
+        counts_STLE.copy_to_host_async()
+        self._state = replace(self._state, counts_STLE=self._zero())
+        return lambda: np.asarray(counts_STLE).astype(np.int64).sum(axis=1).transpose(1, 0, 2)
 
     def migrate(self, layer: int, moves: Round) -> None:
         assert self._move is not None, "warm_up comes first"
@@ -153,25 +169,35 @@ class DeviceRunner:
                 raise DevicesLost(f"the experts of MoE layer {layer} were lost while they moved: {error}") from error
             raise
         # From here on nothing can fail, so that weights and table change together.
-        mlp = self._mlp(layer)
-        for name, array in zip(("gate_up", "down"), moved, strict=True):
-            mlp[name].set_value(array)
+        for number, array in zip(self._expert_leaves[layer], moved, strict=True):
+            self._leaves[number] = array
         self._slots, self._device_slots = slots, device_slots
 
     def compiles_after_warmup(self) -> int:
         return 0 if self._compiled_at_warmup is None else self._compilations.count - self._compiled_at_warmup
 
+    def _run(self, bucket: Bucket, packed_SX: np.ndarray, rare: RareInputs) -> StepOutputs:
+        outputs, self._state = self._steps[bucket](
+            tuple(self._leaves), self._state, self._device_slots, packed_SX, rare
+        )
+        return outputs
+
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        shape = self._shape(bucket)
+
+        def run(leaves: tuple[jax.Array, ...], *rest: Any) -> tuple[StepOutputs, DeviceState]:
+            return step(self._graph, self._layout, shape, jax.tree.unflatten(self._tree, leaves), *rest)
+
+        packed_SX = jax.ShapeDtypeStruct((self.config.mesh.dp, shape.packed), np.int32, sharding=self._by_engine)
+        arguments = tuple(self._leaves), self._state, self._device_slots, packed_SX, self._blank
+        return jax.jit(run, donate_argnums=1).lower(*arguments)
+
+    def _shape(self, bucket: Bucket) -> StepShape:
+        return step_shape(self.config.engine, bucket)
+
     @property
     def _exchange_sizes(self) -> tuple[int, int, int]:
         return self.model.num_experts, self.config.mesh.ranks, self.config.placement.rows_per_pair
 
-    def _mlp(self, layer: int) -> Any:
-        return self._weights["layers"][self.model.moe_layers[layer]]["mlp"]
-
-    def _experts_of(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        mlp = self._mlp(layer)
-        return mlp["gate_up"].get_value(), mlp["down"].get_value()
-
-
-def _shape_of(inputs: StepInputs) -> tuple[int, int]:
-    return inputs.tokens_ST.shape[1], inputs.count_SG.shape[1]
+    def _experts_of(self, layer: int) -> tuple[jax.Array, ...]:
+        return tuple(self._leaves[number] for number in self._expert_leaves[layer])

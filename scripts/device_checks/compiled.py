@@ -12,11 +12,11 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.model.inputs import Bucket
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.compiled import compile_step
 from gimbal_jax.planning.gpus import Gpu, gpu_kinds
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.batch import Bucket
 from scripts.device_checks import numerics, speed
 from scripts.device_checks.parts import AbsentError, Result
 from scripts.device_checks.random_model import engine_of, first_layers

@@ -5,25 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from gimbal_jax.config import ModelConfig
-from gimbal_jax.model.inputs import StepInputs
 from gimbal_jax.model.step import COMPILER_OPTIONS
 from scripts.device_checks.numerics import rng_for
 from scripts.device_checks.parts import AbsentError, Result
 from scripts.device_checks.random_model import (
     RandomModel,
-    decode_inputs,
+    Work,
+    decode_work,
     engine_of,
     first_layers,
     layers_that_fit,
     nbytes,
-    prefill_inputs,
+    prefill_work,
     random_model,
 )
 from scripts.device_checks.setting import Setting, Sizes
@@ -42,20 +41,20 @@ def check_model(setting: Setting) -> Iterator[Result]:
     sizes = setting.sizes
     engine = engine_of(sizes)
     config = first_layers(sizes.model, CHECKED_LAYERS)
-    for name, inputs in work_of(sizes, (max(sizes.batches),), rng_for(setting, "check_model")).items():
-        inputs = replace(inputs, sampling=replace(inputs.sampling, want_logprobs=np.True_))
-        ids_GK, counts_LE = {}, {}
+    for name, work in work_of(sizes, (max(sizes.batches),), rng_for(setting, "check_model")).items():
+        work.parts.sampling.logprobs_SC[:] = 0
+        ids_CK, counts_LE = {}, {}
         for backend in (setting.backend, "xla"):
             model = random_model(config, engine, setting.seed)
-            outputs = model.run(model.lower(inputs, backend).compile(COMPILER_OPTIONS), inputs)
+            outputs = model.run(model.lower(work, backend).compile(COMPILER_OPTIONS), work)
             assert outputs.logprobs is not None, "they are wanted"
-            ids_GK[backend] = np.asarray(outputs.logprobs.top_ids)[0][_chooses_G(inputs)]
+            ids_CK[backend] = np.asarray(outputs.logprobs.top_ids)[0][_chooses_C(work)]
             counts_LE[backend] = model.counts_LE()
-            finite = bool(np.isfinite(np.asarray(outputs.logprobs.top_values)[0][_chooses_G(inputs)]).all())
-        ours, plain = ids_GK[setting.backend], ids_GK["xla"]
+            finite = bool(np.isfinite(np.asarray(outputs.logprobs.top_values)[0][_chooses_C(work)]).all())
+        ours, plain = ids_CK[setting.backend], ids_CK["xla"]
         shared = float(np.mean([np.isin(one, other).mean() for one, other in zip(ours, plain, strict=True)]))
         counted = counts_LE[setting.backend].sum(axis=1)
-        routed = int(inputs.count_SG.sum()) * config.experts_per_token
+        routed = int(work.parts.count_SG.sum()) * config.experts_per_token
         ok = shared >= SHARED_TOP_IDS and finite and bool((counted == routed).all())
         yield (
             name,
@@ -74,22 +73,22 @@ def model_speed(setting: Setting) -> Iterator[Result]:
 
     work = work_of(sizes, sizes.batches, rng_for(setting, "model_speed"))
     began = time.perf_counter()
-    lowered = [model.lower(inputs, setting.backend) for inputs in work.values()]
+    lowered = [model.lower(one, setting.backend) for one in work.values()]
     with ThreadPoolExecutor(max_workers=4) as pool:  # XLA compiles outside the interpreter lock
         compiled = list(pool.map(lambda one: one.compile(COMPILER_OPTIONS), lowered))
     yield "compile", {"programs": len(compiled), "wall_s": time.perf_counter() - began}
 
-    for (name, inputs), program in zip(work.items(), compiled, strict=True):
-        yield name, time_steps(model, program, inputs, setting)
+    for (name, one), program in zip(work.items(), compiled, strict=True):
+        yield name, time_steps(model, program, one, setting)
 
 
-def work_of(sizes: Sizes, batches: tuple[int, ...], rng: np.random.Generator) -> dict[str, StepInputs]:
+def work_of(sizes: Sizes, batches: tuple[int, ...], rng: np.random.Generator) -> dict[str, Work]:
     engine = engine_of(sizes)
-    work = {f"decode {batch}": decode_inputs(sizes, engine, batch, rng) for batch in batches}
-    return work | {f"prefill {sizes.prefill_tokens}": prefill_inputs(sizes, engine, rng)}
+    work = {f"decode {batch}": decode_work(sizes, engine, batch, rng) for batch in batches}
+    return work | {f"prefill {sizes.prefill_tokens}": prefill_work(sizes, engine, rng)}
 
 
-def time_steps(model: RandomModel, program: Any, inputs: StepInputs, setting: Setting) -> dict[str, Any]:
+def time_steps(model: RandomModel, program: Any, work: Work, setting: Setting) -> dict[str, Any]:
     """Two times, and the floor of a decode step.
 
     ``step``: as the server does it, from host arrays to tokens on the host. ``back_to_back``: ten steps that do not
@@ -97,34 +96,35 @@ def time_steps(model: RandomModel, program: Any, inputs: StepInputs, setting: Se
     triad's bytes/s read the weights that the step touched.
     """
     for _ in range(2):  # to warm up
-        model.run(program, inputs)
+        model.run(program, work)
     before_LE = model.counts_LE()
-    model.run(program, inputs)
+    model.run(program, work)
     hit_L = (model.counts_LE() - before_LE).astype(bool).sum(axis=1)
     alone, chained = [], []
     for _ in range(setting.sizes.samples):
         began = time.perf_counter()
-        np.asarray(model.run(program, inputs).token_SG)
+        np.asarray(model.run(program, work).token_SC)
         alone.append(time.perf_counter() - began)
     for _ in range(setting.sizes.samples):
         began = time.perf_counter()
         for _ in range(10):
-            model.run(program, inputs)
+            model.run(program, work)
         jax.block_until_ready(model.state)
         chained.append(time.perf_counter() - began)
 
     step, back_to_back = timing(alone), timing(chained, calls=10)
-    end_SG = np.where(inputs.count_SG > 0, inputs.start_SG + inputs.count_SG, 0)
+    parts = work.parts
+    end_SG = np.where(parts.count_SG > 0, parts.start_SG + parts.count_SG, 0)
     touched = touched_bytes(model, hit_L)
     found: dict[str, Any] = {
         "step": step,
         "back_to_back": back_to_back,
-        "tokens_per_s": float(inputs.count_SG.sum()) / step["median_us"] * 1e6,
+        "tokens_per_s": float(parts.count_SG.sum()) / step["median_us"] * 1e6,
         "experts_hit_per_layer": float(hit_L.mean()),
         "weight_bytes_touched": touched,
     }
     tb_per_s = setting.ceiling("triad", "tb_per_s")
-    if tb_per_s and inputs.tokens_ST.shape == inputs.count_SG.shape:  # decode rows only
+    if tb_per_s and work.shape.tiles == 0:
         found["kv_bytes_read"] = int(end_SG.sum()) * kv_token_bytes(model.config)
         found["weight_floor_us"] = floor_us = touched / tb_per_s / 1e6
         found["floor_with_kv_us"] = floor_us + found["kv_bytes_read"] / tb_per_s / 1e6
@@ -146,6 +146,6 @@ def kv_token_bytes(config: ModelConfig) -> int:
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def _chooses_G(inputs: StepInputs) -> np.ndarray:
-    """Groups with tokens: what the others choose means nothing."""
-    return np.asarray(inputs.count_SG[0] > 0)
+def _chooses_C(work: Work) -> np.ndarray:
+    """Sequences that choose a token: what stands in other places means nothing."""
+    return np.asarray(work.parts.row_SC[0] < work.shape.max_rows)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig
-from gimbal_jax.model.inputs import RareInputs, StepInputs, StepOutputs
+from gimbal_jax.model.inputs import PackedInputs, RareInputs, StepOutputs, StepShape, step_shape, unpack
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import DeviceState, abstract_model, abstract_state, put_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
@@ -22,10 +22,25 @@ from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.serving.request import SamplingParams
 from scripts.device_checks.setting import Sizes
 from scripts.device_checks.timing import fast_key
+from scripts.plans import greedy_rows
 
 SPARE_BYTES = 3 * 10**9
 """Left for what a step needs besides weights and pages."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of one engine."""
+
+    shape: StepShape
+    packed_SX: np.ndarray
+    rare: RareInputs
+
+    @property
+    def parts(self) -> PackedInputs:
+        """What is packed, to read or to change."""
+        return unpack(self.packed_SX, self.shape)
 
 
 @dataclass
@@ -39,14 +54,14 @@ class RandomModel:
     state: DeviceState
     slots_LE: jax.Array
 
-    def lower(self, inputs: StepInputs, backend: Backend) -> jax.stages.Lowered:
-        """The server's step for inputs of this shape."""
+    def lower(self, work: Work, backend: Backend) -> jax.stages.Lowered:
+        """The server's step for work of this shape."""
         layout = StepLayout(_mesh(), self.engine.tile, self.engine.exchange, backend)
-        run = jax.jit(partial(step, self.graph, layout), donate_argnums=1)
-        return run.lower(self.weights, self.state, self.slots_LE, inputs)
+        run = jax.jit(partial(step, self.graph, layout, work.shape), donate_argnums=1)
+        return run.lower(self.weights, self.state, self.slots_LE, work.packed_SX, work.rare)
 
-    def run(self, compiled: jax.stages.Compiled, inputs: StepInputs) -> StepOutputs:
-        outputs, self.state = compiled(self.weights, self.state, self.slots_LE, inputs)
+    def run(self, compiled: jax.stages.Compiled, work: Work) -> StepOutputs:
+        outputs, self.state = compiled(self.weights, self.state, self.slots_LE, work.packed_SX, work.rare)
         return outputs
 
     def counts_LE(self) -> np.ndarray:
@@ -116,26 +131,28 @@ def random_like(abstract: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def decode_inputs(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random.Generator) -> StepInputs:
+def decode_work(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random.Generator) -> Work:
     """``batch`` rows whose last token is the last one of their context."""
     pages = -(-sizes.context // engine.page_size)
     pages_of_row = rng.permutation(engine.num_pages)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    tokens = rng.integers(0, sizes.model.vocab_size, (batch, 1)).astype(np.int32)
-    chunks = tuple(Chunk(str(row), tokens[row], sizes.context - 1, pages_of_row[row], GREEDY) for row in range(batch))
-    return stack([Plan(decode=chunks)], engine, batch, 0, _unasked(sizes, engine))
+    tokens = rng.integers(0, sizes.model.vocab_size, batch).astype(np.int32)
+    rows = greedy_rows(tokens, np.full(batch, sizes.context - 1, np.int32), pages_of_row)
+    return _work(Plan(rows), step_shape(engine, (batch, 0)), sizes, engine)
 
 
-def prefill_inputs(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -> StepInputs:
+def prefill_work(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -> Work:
     """One prompt, in one step, beside an empty decode row."""
     tokens = rng.integers(0, sizes.model.vocab_size, sizes.prefill_tokens).astype(np.int32)
     tiles = -(-len(tokens) // engine.tile)
     pages = rng.permutation(engine.num_pages)[: -(-len(tokens) // engine.page_size)].astype(np.int32)
-    plan = Plan(prefill=(Chunk("prompt", tokens, 0, pages, GREEDY),), tiles=tiles)
-    return stack([plan], engine, 1, tiles, _unasked(sizes, engine))
+    nothing = np.zeros(0, np.int32)
+    plan = Plan(greedy_rows(nothing, nothing, nothing[:, None]), (Chunk(0, tokens, 0, pages, GREEDY),), tiles)
+    return _work(plan, step_shape(engine, (1, tiles)), sizes, engine)
 
 
-def _unasked(sizes: Sizes, engine: EngineConfig) -> RareInputs:
-    return put_by_engine(blank(engine, sizes.model.vocab_size, engines=1), _mesh())
+def _work(plan: Plan, shape: StepShape, sizes: Sizes, engine: EngineConfig) -> Work:
+    unasked = put_by_engine(blank(engine, sizes.model.vocab_size, engines=1), _mesh())
+    return Work(shape, *stack([plan], shape, unasked))
 
 
 def _mesh() -> jax.sharding.Mesh:

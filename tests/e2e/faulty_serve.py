@@ -17,7 +17,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.5G
 class FaultyDevices(FakeRunner):
     weights = None
 
-    def __init__(self, model, config, *_):
+    def __init__(self, model, config, *_, **__):
         super().__init__(model, config)
         if FAULT == "slow loading":
             time.sleep(600)
@@ -28,11 +28,14 @@ class FaultyDevices(FakeRunner):
             progress(1, 1000)
             time.sleep(0.01)
 
-    def step(self, plans):
-        if FAULT == "out of memory" and any(len(chunk.tokens) > 4 for plan in plans for chunk in plan.chunks):
+    def enqueue(self, plans, lap):
+        if FAULT == "out of memory" and any(len(chunk.tokens) > 4 for plan in plans for chunk in plan.prefill):
             raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
+        super().enqueue(plans, lap)
+
+    def results(self):
         time.sleep(0.02)
-        return super().step(plans)
+        return super().results()
 
     def migrate(self, layer, moves):
         raise DevicesLost("the experts of MoE layer 0 were lost while they moved")

@@ -41,11 +41,12 @@ SOURCES, RANKS = CONFIG.mesh.dp, CONFIG.mesh.ranks
 TICK_S = 0.01
 
 
-def compiled_runner() -> DeviceRunner:
+def compiled_runner(mesh_config: MeshConfig = CONFIG.mesh) -> DeviceRunner:
     """Two shapes of steps only: few decode rows, and everything."""
-    mesh = make_mesh(CONFIG.mesh)
+    mesh = make_mesh(mesh_config)
     weights, slot_of_expert_LE = load_weights(FOLDER, MODEL, mesh, "float32")
-    runner = DeviceRunner(MODEL, CONFIG, mesh, weights, slot_of_expert_LE, "float32")
+    config = replace(CONFIG, mesh=mesh_config)
+    runner = DeviceRunner(MODEL, config, mesh, weights, slot_of_expert_LE, "float32")
     runner.buckets = (runner.buckets[0], runner.buckets[-1])
     runner.warm_up()
     return runner
@@ -74,7 +75,8 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        return not self.server.central_queue and all(engine.idle for engine in self.server.engines)
+        busy = self.server.central_queue or self.server._in_flight
+        return not busy and all(engine.idle for engine in self.server.engines)
 
     def tick(self, count: int = 1) -> None:
         for _ in range(count):
@@ -103,7 +105,7 @@ def session(
         dispatch=DispatchConfig(dispatch),
         placement=replace(CONFIG.placement, **placement),
     )
-    runner.take_counts()
+    runner.begin_counts()()
     server = Server(MODEL, config, runner)
     session = Session(server)
     server.on_outputs = session.take
@@ -111,6 +113,8 @@ def session(
     try:
         yield session
     finally:
+        while server._in_flight:  # the runner is for the next one too
+            server._fetch()
         server.stop()
 
 

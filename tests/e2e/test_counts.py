@@ -1,9 +1,12 @@
 """The traffic that placement decides on is exactly what the model computed."""
 
+from collections import deque
 from importlib import resources
+from typing import Any
 
 import numpy as np
 
+from gimbal_jax.serving.plan import ON_DEVICE
 from gimbal_jax.serving.replay import read_trace
 from gimbal_jax.serving.request import Request
 from tests.e2e.naive_model import routes
@@ -31,19 +34,35 @@ class Recorder:
         self.contexts: list[tuple[int, tuple[int, ...], int]] = []
         """(source, tokens up to the last computed one, how many of the last were computed)."""
         self._page_tokens = np.full((SOURCES, CONFIG.engine.num_pages, CONFIG.engine.page_size), -1)
+        self._chosen_SR = np.zeros((SOURCES, CONFIG.engine.max_rows), np.int32)
+        self._plans = deque[Any]()
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def step(self, plans):
-        for s, plan in enumerate(plans):
-            for chunk in plan.chunks:
-                places = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-                page_size = CONFIG.engine.page_size
-                self._page_tokens[s, chunk.pages[places // page_size], places % page_size] = chunk.tokens
-                context = self._page_tokens[s, chunk.pages].reshape(-1)[: places[-1] + 1]
-                self.contexts.append((s, tuple(context.tolist()), len(places)))
-        return self._runner.step(plans)
+    def enqueue(self, plans, lap):
+        self._plans.append(plans)
+        self._runner.enqueue(plans, lap)
+
+    def results(self):
+        """Here the tokens that the step left to the devices are known."""
+        results = self._runner.results()
+        for s, (plan, result) in enumerate(zip(self._plans.popleft(), results, strict=True)):
+            self._note(s, plan)
+            self._chosen_SR[s, plan.decode.row_D] = result.token_D
+            self._chosen_SR[s, [chunk.row for chunk in plan.prefill]] = result.token_C
+        return results
+
+    def _note(self, s, plan):
+        decode, page_size = plan.decode, CONFIG.engine.page_size
+        token_D = np.where(decode.token_D == ON_DEVICE, self._chosen_SR[s, decode.row_D], decode.token_D)
+        chunks = [*zip(token_D[:, None], decode.start_D.tolist(), decode.page_table_DM, strict=True)]
+        chunks += [(chunk.tokens, chunk.start, chunk.pages) for chunk in plan.prefill]
+        for tokens, start, pages in chunks:
+            places = np.arange(start, start + len(tokens))
+            self._page_tokens[s, pages[places // page_size], places % page_size] = tokens
+            context = self._page_tokens[s, pages].reshape(-1)[: places[-1] + 1]
+            self.contexts.append((s, tuple(context.tolist()), len(places)))
 
     def recount(self) -> tuple[np.ndarray, int]:
         """A[l, s, e] by running every context through the naive model, and how many choices were nearly ties."""

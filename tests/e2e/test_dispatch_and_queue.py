@@ -21,7 +21,7 @@ def serve(
             await until(lambda: server.state == "serving")
             await test(server, client)
 
-    runner.take_counts()
+    runner.begin_counts()()
     server = Server(MODEL, config, runner)
     server.start()
     try:
@@ -61,12 +61,12 @@ def test_late_binding_says_why(runner):
 
 def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
-    step = runner.step
+    results = runner.results
 
-    def held(inputs):
+    def held():
         stepping.set()
         assert all_in.wait(30)
-        return step(inputs)
+        return results()
 
     async def test(server: Server, client: GimbalClient) -> None:
         done: list[str] = []
@@ -81,7 +81,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
             all_in.set()
         assert done == ["first", "high", "none", "low"]
 
-    monkeypatch.setattr(runner, "step", held)
+    monkeypatch.setattr(runner, "results", held)
 
     # One row: the three wait until the first has ended.
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1), queue=QueueConfig("priority"))

@@ -27,7 +27,7 @@ from gimbal_jax.config import EngineConfig
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError, Unavailable
-from gimbal_jax.serving.plan import NextToken
+from gimbal_jax.serving.plan import NOT_FINITE
 from gimbal_jax.serving.runner import DevicesLost
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
@@ -112,13 +112,13 @@ asyncio.run(main())
 
 def test_a_killed_client_frees_its_pages_and_harms_nobody():
     async def test(server, runner, client, port):
-        step = runner.step
+        results = runner.results
 
-        def slow(plans):
+        def slow():
             time.sleep(0.002)
-            return step(plans)
+            return results()
 
-        runner.step = slow
+        runner.results = slow
         other = asyncio.create_task(tokens_of(client, [5], 1000))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CLIENT, f"127.0.0.1:{port}", stdout=subprocess.PIPE, cwd=ROOT
@@ -139,17 +139,16 @@ def test_a_killed_client_frees_its_pages_and_harms_nobody():
 
 def test_a_sequence_that_fails_on_the_device_fails_alone():
     async def test(server, runner, client, port):
-        step = runner.step
+        results = runner.results
 
-        def poisoned(plans):
-            results = step(plans)
-            for plan, of_plan in zip(plans, results, strict=True):
-                for i, chunk in enumerate(plan.chunks):
-                    if chunk.tokens[-1] == 115:
-                        of_plan[i] = NextToken(None, error="its logits are not finite")
-            return results
+        def poisoned():
+            """After token 115."""
+            found = results()
+            for result in found:
+                result.token_D[result.token_D == 116] = NOT_FINITE
+            return found
 
-        runner.step = poisoned
+        runner.results = poisoned
         ends = await asyncio.gather(*(end_of(client, [i], 50) for i in (1, 100, 120, 70)))
         assert ends == ["ok", "INTERNAL: its logits are not finite", "ok", "INTERNAL: its logits are not finite"]
         assert await client.is_serving()
@@ -162,14 +161,14 @@ def test_deadlines_and_streams_do_not_notice_clocks_that_jump():
     jump = [0.0]
 
     async def test(server, runner, client, port):
-        step = runner.step
+        results = runner.results
         go_on = threading.Event()
 
-        def held(plans):
+        def held():
             assert go_on.wait(20)
-            return step(plans)
+            return results()
 
-        runner.step = held
+        runner.results = held
         began = time.monotonic()
         late = asyncio.create_task(tokens_of(client, [1], 50, timeout_s=1.0))
         patient = asyncio.create_task(tokens_of(client, [2], 50, timeout_s=60.0))

@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 @contextlib.asynccontextmanager
 async def serving(runner, files):
     """The server and a client of it; at the end no page is taken."""
-    runner.take_counts()
+    runner.begin_counts()()
     server = Server(MODEL, CONFIG, runner)
     server.start()
     try:

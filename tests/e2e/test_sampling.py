@@ -147,7 +147,7 @@ def test_a_sick_token_fails_its_requests_alone(runner, monkeypatch):
     ids_V1 = np.arange(MODEL.vocab_size)[:, None]
     poisoned = jax.device_put(np.where(ids_V1 == sick, np.nan, np.asarray(embed)), embed.sharding)
     weights = jax.tree.map(lambda array: poisoned if array is embed else array, runner.weights)
-    monkeypatch.setattr(runner, "_weights", weights)
+    monkeypatch.setattr(runner, "_leaves", jax.tree.leaves(weights))
     with session(runner) as mixed:
         found = mixed.run([healthy[0], *ill, *healthy[1:]])
         assert {name: found[name] for name in expected} == expected

@@ -8,7 +8,7 @@ import pytest
 
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.serving.measurement import Summary, summarise
-from gimbal_jax.serving.plan import NextToken
+from gimbal_jax.serving.plan import StepResult
 from gimbal_jax.serving.server import Server
 from gimbal_jax.simulation import simulate
 from gimbal_jax.simulation.measured_costs import MeasuredCosts
@@ -23,16 +23,23 @@ from tests.e2e.rig import CONFIG, EXPERTS, LAYERS, MODEL, TOP_K
 class SleepingRunner:
     """Devices whose steps take 30 ms, and 0.2 ms for each prefill token, however busy the CPU is."""
 
-    expert_bytes = 1
+    expert_bytes, ahead = 1, 0
     slot_of_expert_LE = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
     buckets = ((16, 8),)
 
-    def step(self, plans):
-        time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill))
-        return [[NextToken(0) if chunk.sampling else None for chunk in plan.chunks] for plan in plans]
+    def enqueue(self, plans, lap):
+        lap("batch")
+        self._plans = plans
 
-    def take_counts(self):
-        return np.zeros((LAYERS, 2, EXPERTS), np.int64)
+    def results(self):
+        time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in self._plans for chunk in plan.prefill))
+        return [
+            StepResult(np.zeros(len(plan.decode), np.int32), np.zeros(len(plan.prefill), np.int32), {}, {})
+            for plan in self._plans
+        ]
+
+    def begin_counts(self):
+        return lambda: np.zeros((LAYERS, 2, EXPERTS), np.int64)
 
     def migrate(self, layer, moves):
         raise AssertionError("experts stay")

@@ -59,7 +59,7 @@ def test_a_third_of_64_streams_cancelled(runner):
             frontend = server.on_outputs.__self__  # made by serve()
             await until(lambda: frontend.dispatcher.view(0.0).compensation_S == (0, 0))
 
-    runner.take_counts()
+    runner.begin_counts()()
     server = Server(MODEL, CONFIG, runner)
     server.start()
     try:

@@ -15,12 +15,11 @@ from flax import nnx
 from gimbal_jax.config import EngineConfig, Exchange, MeshConfig, ModelConfig
 from gimbal_jax.model.checkpoint import load_safetensors
 from gimbal_jax.model.hf_config import load_config
-from gimbal_jax.model.inputs import SamplingInputs, StepInputs
+from gimbal_jax.model.inputs import StepInputs
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import DeviceState, abstract_model, new_state
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import Backend
-from gimbal_jax.serving.batch import blank
 
 ENGINE = EngineConfig(max_model_len=80, page_size=8, num_pages=32, tile=8, token_budget=48)
 
@@ -115,7 +114,7 @@ def rig_of(
 def _all_logits(graph, layout, weights, state, slot_of_expert_LE, inputs):
     model = nnx.merge(graph, weights)
     hidden_STD, pages, counts = model(inputs, state.pages, slot_of_expert_LE, layout)
-    return model.logits(hidden_STD, layout), DeviceState(pages, state.counts_STLE + counts)
+    return model.logits(hidden_STD, layout), replace(state, pages=pages, counts_STLE=state.counts_STLE + counts)
 
 
 def build(engines, rows: int, tiles: int) -> tuple[StepInputs, list[list[np.ndarray]]]:
@@ -145,11 +144,4 @@ def build(engines, rows: int, tiles: int) -> tuple[StepInputs, list[list[np.ndar
                 next_tile += 1
             here.append(np.concatenate(parts))
         places.append(here)
-    sampling, rare = greedy(count_SG.shape), blank(ENGINE, 1, size)
-    return StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, start_SG, count_SG, sampling, rare), places
-
-
-def greedy(shape: tuple[int, int]) -> SamplingInputs:
-    zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
-    ids = zeros.astype(np.int32)
-    return SamplingInputs(zeros, ids, ones, zeros, ids.astype(np.uint32), np.True_, np.False_, np.False_)
+    return StepInputs(tokens_ST, positions_ST, write_ST, table_SGM, start_SG, count_SG), places

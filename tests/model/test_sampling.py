@@ -1,6 +1,6 @@
 """Choosing tokens: what is kept, how it is drawn, and that a draw depends on nothing but its own row."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ SOURCES, GROUPS, VOCAB, SUPPRESSED, BIASED, LENGTH = 4, 64, 37, 4, 3, 12
 SHAPE = (SOURCES, GROUPS)
 ROWS = SOURCES * GROUPS
 jitted = jax.jit(sample)
-adjust = jax.jit(_adjust)
+jitted_adjust = jax.jit(_adjust)
 LOGITS_V = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
 PENALTIES = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 UNASKED: dict[str, Any] = {
@@ -33,35 +33,44 @@ UNASKED: dict[str, Any] = {
 }
 
 
-def rare_inputs(**asked: Any) -> RareInputs:
-    """These settings, one value for all rows or one per row [S, G, ...]; only rows that ask for something are used."""
-    s = {name: np.broadcast_to(asked.get(name, none), (*SHAPE, *np.shape(none))) for name, none in UNASKED.items()}
-    asks = np.zeros(SHAPE, bool)
-    for name in ("suppress", "bias_ids", "allowed", *PENALTIES):
-        asks |= (s[name] != UNASKED[name]).reshape(*SHAPE, -1).any(axis=-1)
-    # Those that ask, in any order, then the others.
-    order = np.lexsort((np.random.default_rng(7).random(SHAPE), ~asks), axis=-1)
-    used = np.take_along_axis(asks, order, axis=1)
+ROW_OF_C = np.random.default_rng(7).permutation(ROWS)
+"""Engine rows of the sequences."""
+
+
+def rare_inputs(length: Any = LENGTH, **asked: Any) -> tuple[np.ndarray, RareInputs]:
+    """These settings, one value for all sequences or one per sequence [S, G, ...], and the tokens that they follow.
+
+    Histories are whole here; ``RareInputs`` lack the last token.
+    """
+
+    def of_sequences(name: str, none: Any) -> np.ndarray:
+        value = np.asarray(asked.get(name, none))
+        return np.broadcast_to(value, (*SHAPE, *value.shape[value.ndim - np.ndim(none) :]))
+
+    s = {name: of_sequences(name, none) for name, none in UNASKED.items()}
+    asks = any((s[name] != UNASKED[name]).any() for name in ("suppress", "bias_ids", "allowed", *PENALTIES))
 
     def rows(name: str, dtype: type) -> np.ndarray:
-        index = order.reshape(*SHAPE, *[1] * (s[name].ndim - 2))
-        of_groups = np.take_along_axis(s[name], index, axis=1)
-        return np.where(used.reshape(index.shape), of_groups, UNASKED[name]).astype(dtype)
+        return s[name].reshape(ROWS, *s[name].shape[2:]).astype(dtype)[np.argsort(ROW_OF_C)].copy()
 
-    packed = np.packbits(np.pad(rows("allowed", bool), ((0, 0), (0, 0), (0, -VOCAB % 32))), axis=-1, bitorder="little")
-    return RareInputs(
-        group_SC=np.where(used, order, -1).astype(np.int32),
-        suppress_SCK=rows("suppress", np.int32),
-        bias_ids_SCK=rows("bias_ids", np.int32),
-        bias_SCK=rows("bias", np.float32),
-        allowed_SCW=packed.view("<i4"),
-        history_SCN=rows("history", np.int32),
-        prompt_tokens_SC=rows("prompt_tokens", np.int32),
-        repetition_SC=rows("repetition", np.float32),
-        frequency_SC=rows("frequency", np.float32),
-        presence_SC=rows("presence", np.float32),
-        targets_ST=np.zeros((SOURCES, 1), np.int32),
-        adjusts=np.bool_(asks.any()),
+    last_C = np.maximum(np.broadcast_to(length, SHAPE).ravel() - 1, 0)
+    history_RN = rows("history", np.int32)
+    history_RN = np.pad(history_RN, ((0, 0), (0, max(0, last_C.max() + 1 - history_RN.shape[1]))))
+    last_token_C = history_RN[ROW_OF_C, last_C]
+    history_RN[ROW_OF_C, last_C] = VOCAB - 1  # nobody looks
+    packed = np.packbits(np.pad(rows("allowed", bool), ((0, 0), (0, -VOCAB % 32))), axis=-1, bitorder="little")
+    return last_token_C, RareInputs(
+        suppress_SRK=rows("suppress", np.int32),
+        bias_ids_SRK=rows("bias_ids", np.int32),
+        bias_SRK=rows("bias", np.float32),
+        allowed_SRW=packed.view("<i4"),
+        history_SRN=history_RN,
+        prompt_tokens_SR=rows("prompt_tokens", np.int32),
+        repetition_SR=rows("repetition", np.float32),
+        frequency_SR=rows("frequency", np.float32),
+        presence_SR=rows("presence", np.float32),
+        targets_ST=np.zeros(1, np.int32),
+        adjusts=np.bool_(asks),
         penalises=np.bool_(any((s[name] != none).any() for name, none in PENALTIES.items())),
         want_targets=np.False_,
     )
@@ -70,12 +79,26 @@ def rare_inputs(**asked: Any) -> RareInputs:
 class Choice(NamedTuple):
     """What ``sample`` gives."""
 
-    token_SG: jax.Array
-    finite_SG: jax.Array
+    token_SG: np.ndarray
     logprobs: Logprobs
 
 
-def choose(logits: np.ndarray, position: Any = 0, **settings: Any) -> Choice:
+def by_shape(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).reshape(*SHAPE, *array.shape[1:])
+
+
+def flat(array: Any, dtype: type, *axes: int) -> np.ndarray:
+    return np.broadcast_to(array, (*SHAPE, *axes)).astype(dtype).reshape(ROWS, *axes)
+
+
+def adjust(logits: np.ndarray, length: Any, **asked: Any) -> np.ndarray:
+    """Logits of all sequences as these settings change them."""
+    last_token_C, rare = rare_inputs(length, **asked)
+    args = flat(logits, np.float32, VOCAB), last_token_C, flat(length, np.int32), ROW_OF_C.astype(np.int32)
+    return by_shape(jitted_adjust(*args, rare))
+
+
+def choose(logits: np.ndarray, position: Any = LENGTH, **settings: Any) -> Choice:
     """Sample with these settings, one value for all rows or one per row [S, G]; seeds differ by default."""
     defaults: dict[str, Any] = {
         "temperature": 1.0,
@@ -87,26 +110,19 @@ def choose(logits: np.ndarray, position: Any = 0, **settings: Any) -> Choice:
     }
     assert settings.keys() <= defaults.keys() | UNASKED.keys()
     s = defaults | settings
-    rare = rare_inputs(**{name: value for name, value in settings.items() if name in UNASKED})
-
-    def rows(name: str, dtype: type) -> np.ndarray:
-        return np.broadcast_to(s[name], SHAPE).astype(dtype)
-
-    temperature, top_k = rows("temperature", np.float32), rows("top_k", np.int32)
-    top_p, min_p = rows("top_p", np.float32), rows("min_p", np.float32)
+    asked = {name: value for name, value in settings.items() if name in UNASKED}
+    last_token_C, rare = rare_inputs(position if "history" in asked else LENGTH, **asked)
     inputs = SamplingInputs(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        rows("seed", np.uint32),
-        plain=np.bool_((temperature == 0).all() and not rare.adjusts),
-        truncates=np.bool_((top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any()),
-        want_logprobs=np.bool_(s["want_logprobs"]),
+        flat(s["temperature"], np.float32),
+        flat(s["top_k"], np.int32),
+        flat(s["top_p"], np.float32),
+        flat(s["min_p"], np.float32),
+        flat(s["seed"], np.uint32),
+        flat(0 if s["want_logprobs"] else -1, np.int32),
     )
-    logits_SGV = np.broadcast_to(logits, (*SHAPE, VOCAB)).astype(np.float32)
-    found = jitted(logits_SGV, np.broadcast_to(position, SHAPE).astype(np.int32), inputs, rare)
-    return Choice(*found)
+    args = flat(logits, np.float32, VOCAB), last_token_C, flat(position, np.int32), ROW_OF_C.astype(np.int32)
+    token_C, logprobs = jitted(*args, inputs, rare)
+    return Choice(by_shape(token_C), jax.tree.map(by_shape, logprobs))
 
 
 def draws(logits: np.ndarray, steps: int, **settings: Any) -> np.ndarray:
@@ -211,7 +227,7 @@ def test_logits_are_adjusted_as_vllm_defines_it(seed):
     rng = np.random.default_rng(seed)
     logits_SGV, s = rng.normal(size=(*SHAPE, VOCAB)).astype(np.float32), mixed_adjustments(rng)
     length = rng.integers(5, LENGTH + 1, SHAPE)
-    got = np.asarray(adjust(logits_SGV, length.astype(np.int32), rare_inputs(**s)))
+    got = adjust(logits_SGV, length, **s)
     tokens = np.asarray(choose(logits_SGV, length, temperature=0, **s).token_SG)
     for row in np.ndindex(SHAPE):
         history, prompt = s["history"][row][: length[row]].tolist(), s["prompt_tokens"][row]
@@ -236,7 +252,7 @@ def test_rows_that_ask_for_nothing_are_left_as_they_are():
     s = {
         name: np.where(asks.reshape(*SHAPE, *[1] * (value.ndim - 2)), value, UNASKED[name]) for name, value in s.items()
     }
-    got = np.asarray(adjust(logits_SGV, np.full(SHAPE, LENGTH, np.int32), rare_inputs(**s)))
+    got = adjust(logits_SGV, LENGTH, **s)
     np.testing.assert_array_equal(got[~asks], logits_SGV[~asks])
     assert (got != logits_SGV)[asks].any(axis=-1).mean() > 0.5
 
@@ -246,7 +262,7 @@ def test_a_bias_alone_is_exact():
     logits_SGV = np.zeros((*SHAPE, VOCAB), np.float32)
     ids = np.full((*SHAPE, BIASED), -1)
     ids[2, 3] = [VOCAB - 1, 0, -1]
-    got = np.asarray(adjust(logits_SGV, np.zeros(SHAPE, np.int32), rare_inputs(bias_ids=ids, bias=[100.0, -1.5, 7.0])))
+    got = adjust(logits_SGV, LENGTH, bias_ids=ids, bias=[100.0, -1.5, 7.0])
     assert (got[2, 3, VOCAB - 1], got[2, 3, 0]) == (100, -1.5)
     assert np.count_nonzero(got) == 2
 
@@ -254,12 +270,8 @@ def test_a_bias_alone_is_exact():
 @pytest.mark.parametrize("prompt_tokens", [0, 1, 4999, 5000])
 def test_a_token_that_comes_thousands_of_times_is_counted_right(prompt_tokens):
     """In the prompt once counts as often; in the output each time does."""
-    rare = replace(
-        rare_inputs(repetition=2.0, frequency=1.0, presence=10.0),
-        history_SCN=np.zeros((*SHAPE, 5000), np.int32),
-        prompt_tokens_SC=np.full(SHAPE, prompt_tokens, np.int32),
-    )
-    got = np.asarray(adjust(np.ones((*SHAPE, VOCAB), np.float32), np.full(SHAPE, 5000, np.int32), rare))
+    penalties = {"repetition": 2.0, "frequency": 1.0, "presence": 10.0}
+    got = adjust(np.ones(VOCAB), 5000, history=np.zeros(5000), prompt_tokens=prompt_tokens, **penalties)
     output = 5000 - prompt_tokens
     np.testing.assert_array_equal(got[..., 0], 0.5 - output - 10 * (output > 0))
     np.testing.assert_array_equal(got[..., 1:], 1)
@@ -277,11 +289,11 @@ def test_a_row_of_bad_logits_is_known_and_changes_no_other(bad, temperature):
     if bad != "all -inf":
         broken[2, 5, 11] = bad
     found = choose(broken, 9, temperature=temperature, top_k=5, **s)
-    assert np.asarray(good.finite_SG).all()
-    assert np.argwhere(~np.asarray(found.finite_SG)).tolist() == [[2, 5]]
+    assert (good.token_SG >= 0).all()
+    assert np.argwhere(found.token_SG == -1).tolist() == [[2, 5]]
     others = np.ones(SHAPE, bool)
     others[2, 5] = False
-    np.testing.assert_array_equal(np.asarray(found.token_SG)[others], np.asarray(good.token_SG)[others])
+    np.testing.assert_array_equal(found.token_SG[others], good.token_SG[others])
 
 
 def test_a_draw_depends_on_its_own_row_alone():
@@ -333,12 +345,26 @@ def test_a_row_that_truncates_nothing_draws_the_same_among_rows_that_do(other):
 
 def test_top_p_1_keeps_tokens_beyond_the_rounding_of_the_sum():
     """With one token far ahead the float32 sum is 1 before the last token. No draw shows that; the logits do."""
-    logits_SGV = np.full((1, 1, VOCAB), -17.1, np.float32)
-    logits_SGV[..., 0] = 0
-    row = {"top_k_SG": 0, "top_p_SG": 1.0, "min_p_SG": 0.0}
+    logits_CV = np.full((1, VOCAB), -17.1, np.float32)
+    logits_CV[..., 0] = 0
+    row = {"top_k_SC": 0, "top_p_SC": 1.0, "min_p_SC": 0.0}
     blank = {f.name: None for f in fields(SamplingInputs)}
-    inputs = SamplingInputs(**blank | {name: jnp.full((1, 1), value) for name, value in row.items()})
-    np.testing.assert_array_equal(_truncate(jnp.asarray(logits_SGV), inputs), logits_SGV)
+    inputs = SamplingInputs(**blank | {name: jnp.full(1, value) for name, value in row.items()})
+    np.testing.assert_array_equal(_truncate(jnp.asarray(logits_CV), inputs, VOCAB), logits_CV)
+
+
+@pytest.mark.parametrize("few", [5, 20, 64])
+def test_a_small_top_k_keeps_without_a_sort_what_it_keeps_by_one(few):
+    """Ties too, which the lower id wins."""
+    rng, rows, vocab = np.random.default_rng(few), 200, 500
+    logits_CV = jnp.asarray(rng.integers(0, 40, (rows, vocab)) / 8, jnp.float32)
+    top_k, top_p, min_p = rng.integers(1, few + 1, rows), rng.choice([0.3, 0.9, 1.0], rows), rng.choice([0, 0.3], rows)
+    zeros = np.zeros(rows, np.int32)
+    settings = [array.astype(np.float32) for array in (top_p, min_p)]
+    inputs = SamplingInputs(zeros, top_k.astype(np.int32), *settings, zeros, zeros)
+    few_kept, all_kept = (np.asarray(_truncate(logits_CV, inputs, most)) for most in (few, vocab))
+    np.testing.assert_array_equal(few_kept, all_kept)
+    assert 1 < np.isfinite(few_kept).sum(axis=1).max() <= few
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

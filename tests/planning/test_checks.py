@@ -19,8 +19,8 @@ def config(dp: int, tp: int, exchange="gather") -> ServerConfig:
     return ServerConfig(MeshConfig(dp, tp), replace(ENGINE, exchange=exchange))
 
 
-def test_bucket_kinds_are_the_extremes():
-    assert bucket_kinds(config(2, 2)) == {"decode": (128, 0), "mixed": (128, 128), "prefill": (32, 128)}
+def test_bucket_kinds_are_the_largest():
+    assert bucket_kinds(config(2, 2)) == {"decode": (128, 0), "mixed": (128, 128)}
 
 
 def test_groups_follow_rank_order():
