@@ -106,6 +106,7 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             GPU_ENGINE if on_gpu else EngineConfig(),
             max_model_len=min(model.max_position, options.max_model_len or DEFAULT_MODEL_LEN),
             max_queue=options.max_queue,
+            prefix_cache=options.prefix_cache == "on",
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),

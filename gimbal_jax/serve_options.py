@@ -93,6 +93,9 @@ class ServeOptions:
     max_queue: Annotated[int, _engine(min=1, help="Most waiting requests per engine; one more is refused.")] = (
         EngineConfig.max_queue
     )
+    prefix_cache: Annotated[
+        Literal["on", "off"], _engine(help="Whether requests share the KV pages of common beginnings.")
+    ] = "on"
 
     dispatch: Annotated[DispatchPolicy, _scheduling(help="Which engine gets a request.")] = DispatchConfig.policy
     queue: Annotated[QueuePolicy, _scheduling(help="Which request an engine runs first.")] = QueueConfig.policy
