@@ -9,6 +9,7 @@ rows in use and no others, so their time follows the real load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -17,7 +18,12 @@ import jax.numpy as jnp
 from gimbal_jax.pallas_kernels.backend import Backend
 
 TILE = 8
-"""Rows per tile: few enough that a slot with one token wastes little."""
+"""Rows of a slot come in multiples of this on a CPU: few enough that a slot with one token wastes little."""
+LARGEST_TILE = 32
+"""Rows of a tile: the rows of a slot in the first product, up to this."""
+FEW_SLOTS = 0.4
+"""Share of slots in use up to which they go by tiles: XLA copies weights for a product in a loop, which takes twice as
+long again as the product of all slots takes for each."""
 ALWAYS_ONE_CHUNK = 8192
 """Rows up to which one chunk is enough: on a GPU each turn of a loop waits for the host."""
 
@@ -85,7 +91,7 @@ def grouped_ffn(
     arrays = x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD
     match backend:
         case "xla":
-            return _by_tiles(*arrays)
+            return _by_slots(*arrays, ranks)
         case "mosaic":
             if {x_ND.dtype, gate_up_PDF.dtype, down_PFD.dtype} != {jnp.dtype(jnp.bfloat16)}:
                 types = f"{x_ND.dtype}, {gate_up_PDF.dtype} and {down_PFD.dtype}"
@@ -172,37 +178,62 @@ def _product_by_slot(rows_CK: jax.Array, weights_PKF: jax.Array, size_P: jax.Arr
     return jax.lax.fori_loop(0, size_P.shape[0], one_slot, undefined)
 
 
-def _by_tiles(
+def slot_rows(tokens: int, k: int, slots: int, ranks: int) -> int:
+    """Rows of each slot in the first product of the XLA form: a quarter more than its average load, in tiles."""
+    average = tokens * k / (slots * ranks)
+    return TILE * min(-(-tokens // TILE), math.ceil(1.25 * average / TILE))
+
+
+def _by_slots(
     x_ND: jax.Array,
     place_Nk: jax.Array,
     weight_Nk: jax.Array,
     size_P: jax.Array,
     gate_up_PDF: jax.Array,
     down_PFD: jax.Array,
+    ranks: int,
 ) -> jax.Array:
-    """Plain XLA: the rows of each slot padded to tiles, and a loop over the tiles in use."""
+    """Plain XLA: one product of all slots with their first rows, then a loop over tiles of the rows that are left."""
     (tokens, k), slots = place_Nk.shape, size_P.shape[0]
-    pairs = tokens * min(k, slots)
-    max_tiles = min(pairs, pairs // TILE + slots)
+    rows = slot_rows(tokens, k, slots, ranks)
+    tile = min(rows, LARGEST_TILE)
     end_P = jnp.cumsum(size_P)
-    tiles_P = -(-size_P // TILE)
-    # How far the rows of each slot are behind their place among the tiles.
-    shift_P = (jnp.cumsum(tiles_P) - tiles_P) * TILE - (end_P - size_P)
-    slot_of_tile = jnp.repeat(jnp.arange(slots), tiles_P, total_repeat_length=max_tiles)
-
+    first_P = end_P - size_P
     slot_Nk = jnp.minimum((place_Nk[..., None] >= end_P).sum(axis=-1), slots - 1)
-    row_Nk = jnp.where(place_Nk >= 0, place_Nk + shift_P[slot_Nk], max_tiles * TILE)
-    token_Nk = jnp.broadcast_to(jnp.arange(tokens)[:, None], (tokens, k))
-    token_of_row = jnp.zeros(max_tiles * TILE, jnp.int32).at[row_Nk].set(token_Nk, mode="drop")
-    token_of_row = token_of_row.reshape(max_tiles, TILE)
+    row_Nk = jnp.where(place_Nk >= 0, place_Nk - first_P[slot_Nk], rows)
+    # By place. A slot's rows may reach beyond its own places: what is computed there is not used.
+    pair_of_place = jnp.zeros(tokens * k + rows, jnp.int32)
+    to_Nk = jnp.where(place_Nk >= 0, place_Nk, len(pair_of_place))
+    pair_of_place = pair_of_place.at[to_Nk].set(jnp.arange(tokens * k).reshape(tokens, k), mode="drop")
 
-    def one_tile(i: jax.Array, y_tiles: jax.Array) -> jax.Array:
-        slot = slot_of_tile[i]
-        y = swiglu(x_ND[token_of_row[i]] @ gate_up_PDF[slot]) @ down_PFD[slot]
-        return jax.lax.dynamic_update_index_in_dim(y_tiles, y, i, 0)
+    def first_rows() -> jax.Array:
+        token_PC = pair_of_place[first_P[:, None] + jnp.arange(rows)] // k
+        # The barriers keep XLA from computing a token anew for each of its rows, and rows anew for each token.
+        x_PCD = jax.lax.optimization_barrier(x_ND)[token_PC]
+        h_PCF = swiglu(jnp.einsum("pcd,pdf->pcf", x_PCD, gate_up_PDF))
+        y_PCD = jax.lax.optimization_barrier(jnp.einsum("pcf,pfd->pcd", h_PCF, down_PFD))
+        y_rows = y_PCD.reshape(slots * rows, -1)
+        y_ND = jnp.zeros(x_ND.shape, jnp.float32)
+        # Choice by choice, so that no [N, k, D] is ever written.
+        for slot_N, row_N, weight_N in zip(slot_Nk.T, row_Nk.T, weight_Nk.T, strict=True):
+            here_N = row_N < rows
+            y_N = y_rows[jnp.where(here_N, slot_N * rows + row_N, 0)]
+            y_ND += jnp.where(here_N[:, None], y_N * weight_N[:, None], 0.0)
+        return y_ND
 
-    empty = jnp.zeros((max_tiles, TILE, x_ND.shape[1]), x_ND.dtype)
-    y_rows = jax.lax.fori_loop(0, tiles_P.sum(), one_tile, empty).reshape(max_tiles * TILE, -1)
-    y_NkD = y_rows[jnp.minimum(row_Nk, max_tiles * TILE - 1)]
-    weighted_NkD = jnp.where(place_Nk[..., None] >= 0, y_NkD * weight_Nk[..., None], 0.0)
-    return weighted_NkD.sum(axis=1).astype(x_ND.dtype)
+    def add_tile(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+        slot = (i >= end_tile_P).sum()
+        row_C = done + (i - first_tile_P[slot]) * tile + jnp.arange(tile)
+        pair_C = pair_of_place[first_P[slot] + row_C]
+        y_CD = swiglu(x_ND[pair_C // k] @ gate_up_PDF[slot]) @ down_PFD[slot]
+        token_C = jnp.where(row_C < size_P[slot], pair_C // k, tokens)
+        return y_ND.at[token_C].add(y_CD * weight_Nk.reshape(-1)[pair_C, None], mode="drop")
+
+    # The product reads the weights of all slots, in place; a tile copies those of its own. So few slots go by tiles.
+    many = (size_P > 0).sum() > int(FEW_SLOTS * slots)
+    done = jnp.where(many, rows, 0)
+    tiles_P = -(-jnp.maximum(size_P - done, 0) // tile)
+    end_tile_P = jnp.cumsum(tiles_P)
+    first_tile_P = end_tile_P - tiles_P
+    y_ND = jax.lax.cond(many, first_rows, lambda: jnp.zeros(x_ND.shape, jnp.float32))
+    return jax.lax.fori_loop(0, end_tile_P[-1], add_tile, y_ND).astype(x_ND.dtype)

@@ -63,6 +63,9 @@ ATTENTION = {
     "prefill": AttentionShape(
         groups=3, queries=16, heads=4, kv_heads=1, dim=8, page_size=8, pages_per_row=40, num_pages=256
     ),
+    "heads_in_threes": AttentionShape(
+        groups=3, queries=5, heads=6, kv_heads=2, dim=8, page_size=8, pages_per_row=40, num_pages=256
+    ),
     "pages_larger_than_a_block": AttentionShape(
         groups=2, queries=1, heads=2, kv_heads=2, dim=8, page_size=160, pages_per_row=3, num_pages=8
     ),

@@ -15,9 +15,10 @@ reference = jax.jit(grouped_ffn_reference)
 Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["xla", "interpret", "interpret in chunks"])
+@pytest.fixture(scope="module", params=["xla", "xla alone", "interpret", "interpret in chunks"])
 def ffn(request):
-    """Both forms, and the second with room for only 16 rows in a chunk."""
+    """Both forms: the first of many ranks, where slots have more rows than average, and of one; the second also with
+    room for only 16 rows in a chunk."""
 
     def of_slots(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD):
         place_Nk, size_P = places(slot_Nk, len(gate_up_PDF))
@@ -26,7 +27,8 @@ def ffn(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "interpret in chunks":
             patch.setattr(grouped_matmul, "ALWAYS_ONE_CHUNK", 16)
-        run = jax.jit(partial(grouped_ffn, backend=request.param.split()[0], ranks=16))
+        ranks = 1 if request.param == "xla alone" else 16
+        run = jax.jit(partial(grouped_ffn, backend=request.param.split()[0], ranks=ranks))
         yield of_slots
 
 

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.pallas_kernels import paged_attention
+from gimbal_jax.pallas_kernels.paged_attention import paged_attention_reference
 from tests.pallas_kernels.attention_arrays import attention_arrays, seen_context
 from tests.pallas_kernels.shapes import ATTENTION, AttentionShape
 
 attend = jax.jit(paged_attention, static_argnames="window")
-DECODE, PREFILL = ATTENTION["decode"], ATTENTION["prefill"]
+reference = jax.jit(paged_attention_reference, static_argnames="window")
+DECODE, PREFILL, SHARED = ATTENTION["decode"], ATTENTION["prefill"], ATTENTION["heads_in_threes"]
 WINDOWS = [None, 1, 20]
 
 
@@ -40,8 +42,8 @@ def check(shape: AttentionShape, start_G: list[int], count_G: list[int], window:
         )
         if count:
             want_GQHD[g, :count] = dense(arrays.q_GQHD[g, :count], k_CKD, v_CKD, start - begin, window)
-    got = attend(*arrays, window=window)
-    np.testing.assert_allclose(got, want_GQHD, atol=2e-6, rtol=0)
+    for form in (attend, reference):
+        np.testing.assert_allclose(form(*arrays, window=window), want_GQHD, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -79,7 +81,7 @@ def tiles(draw: st.DrawFn, shape: AttentionShape) -> tuple[list[int], list[int]]
     return [draw(st.integers(0, most - count)) for count in count_G], count_G
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("shape", [DECODE, PREFILL, SHARED], ids=["decode", "prefill", "shared"])
 @given(st.data(), st.sampled_from(WINDOWS), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_any_tiles(shape, data, window, seed):
