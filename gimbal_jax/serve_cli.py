@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import dataclasses
+import gc
 import resource
 import signal
 import sys

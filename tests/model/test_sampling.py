@@ -360,8 +360,9 @@ def test_a_small_top_k_keeps_without_a_sort_what_it_keeps_by_one(few):
     logits_CV = jnp.asarray(rng.integers(0, 40, (rows, vocab)) / 8, jnp.float32)
     top_k, top_p, min_p = rng.integers(1, few + 1, rows), rng.choice([0.3, 0.9, 1.0], rows), rng.choice([0, 0.3], rows)
     zeros = np.zeros(rows, np.int32)
-    settings = [array.astype(np.float32) for array in (top_p, min_p)]
-    inputs = SamplingInputs(zeros, top_k.astype(np.int32), *settings, zeros, zeros)
+    inputs = SamplingInputs(
+        zeros, top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32), zeros, zeros
+    )
     few_kept, all_kept = (np.asarray(_truncate(logits_CV, inputs, most)) for most in (few, vocab))
     np.testing.assert_array_equal(few_kept, all_kept)
     assert 1 < np.isfinite(few_kept).sum(axis=1).max() <= few

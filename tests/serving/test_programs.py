@@ -71,7 +71,8 @@ def files_in(folder):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_second_start_neither_lowers_nor_compiles_and_gives_the_same_bits(tmp_path, ahead):
-    lowering, notes, done = Lowering(computation), [], []
+    lowering, done = Lowering(computation), []
+    notes: list[str] = []
     fresh = compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     wanted = lowering.outputs(fresh)
     uncached = lowering.outputs(compile_programs(lowering.lowerers(), None))
@@ -90,7 +91,8 @@ def test_a_second_start_neither_lowers_nor_compiles_and_gives_the_same_bits(tmp_
 
 
 def test_other_keys_names_and_options_miss(tmp_path):
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes, "other"))
     assert lowering.count == 4
@@ -118,7 +120,8 @@ def with_digest(content: bytes) -> bytes:
     ],
 )
 def test_a_spoiled_file_is_said_and_compiled_anew(tmp_path, spoil):
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     wanted = lowering.outputs(compile_programs(lowering.lowerers(), cache_in(tmp_path, notes)))
     spoiled = files_in(tmp_path)[0]
     spoiled.write_bytes(spoil(spoiled.read_bytes()))
@@ -136,7 +139,8 @@ def test_what_others_could_have_written_is_not_read(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)
 
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     for path in files_in(tmp_path):
         assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -148,7 +152,8 @@ def test_what_others_could_have_written_is_not_read(tmp_path):
 
 
 def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     (tmp_path / "key").chmod(0o770)
     before = [path.stat().st_mtime_ns for path in files_in(tmp_path)]
@@ -159,7 +164,8 @@ def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_same(tmp_path, monkeypatch):
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     (tmp_path / "file").write_text("")
     cache = cache_in(tmp_path / "file", notes)
     cache.read_ahead()
@@ -168,7 +174,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_s
 
     notes.clear()
     full = cache_in(tmp_path, notes)
-    monkeypatch.setattr(programs.os, "replace", lambda *paths: full_disk())
+    monkeypatch.setattr(os, "replace", lambda *paths: full_disk())
     compile_programs(lowering.lowerers(), full)
     compile_programs(lowering.lowerers(), full)
     assert notes and len(notes) <= 2, "said by no more than the threads that were at it"
@@ -181,7 +187,8 @@ def full_disk():
 def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
     """Kept again they would lack their code, which shows when they run."""
     before = jax.config.jax_compilation_cache_dir
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
     jax.config.update("jax_enable_compilation_cache", True)
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
@@ -198,7 +205,8 @@ def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
 
 
 def test_starts_at_once_share_a_folder(tmp_path):
-    lowering, notes, outputs = Lowering(), [], []
+    lowering, outputs = Lowering(), []
+    notes: list[str] = []
 
     def start():
         outputs.append(lowering.outputs(compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))))
@@ -216,7 +224,8 @@ def test_starts_at_once_share_a_folder(tmp_path):
 
 
 def test_the_configurations_not_used_for_longest_go_first(tmp_path, monkeypatch):
-    lowering, notes = Lowering(), []
+    lowering = Lowering()
+    notes: list[str] = []
     for age, key in enumerate(("young", "old", "oldest")):
         compile_programs(lowering.lowerers(), cache_in(tmp_path, notes, key))
         os.utime(tmp_path / key, (10**9 - age, 10**9 - age))
