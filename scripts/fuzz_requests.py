@@ -64,6 +64,8 @@ INTEGERS = st.sampled_from([0, 1, -1, 2, 20, 21, 300, 2**31 - 1, -(2**31), 2**32
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-9, 3e38, -3e38, float("nan"), float("inf"), -float("inf")])
 LONG = st.integers(50_000, 100_000).map(lambda length: "a" * length)
 STRINGS = st.sampled_from(["", "\x00", "../../etc/passwd", "{", '{"type": "object"}', "(a*)*b", "\u202e"])
+MAX_BYTES = 2**20
+"""Of a message that is made longer by repetition."""
 TEXTS = STRINGS | LONG | st.text(max_size=20)
 
 
@@ -100,8 +102,10 @@ def message_of(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Mess
             if one_field.is_repeated:
                 if one_field.message_type is not None and one_field.message_type.GetOptions().map_entry:
                     continue  # the table below has the maps that matter
-                many = draw(st.lists(value_of(one_field, depth), max_size=3)) * draw(st.sampled_from([1, 1, 500]))
-                getattr(message, name).extend(many)
+                few, times = draw(st.lists(value_of(one_field, depth), max_size=3)), draw(st.sampled_from([1, 1, 500]))
+                getattr(message, name).extend(few)
+                if times * message.ByteSize() < MAX_BYTES:  # within each other they would be gigabytes
+                    getattr(message, name).extend(few * (times - 1))
             elif one_field.message_type is not None:
                 getattr(message, name).CopyFrom(draw(value_of(one_field, depth)))
             else:

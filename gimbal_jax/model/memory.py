@@ -17,7 +17,7 @@ from gimbal_jax.model.inputs import group_sizes
 from gimbal_jax.model.sharding import kv_heads_in_cache
 from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
 from gimbal_jax.pallas_kernels import Backend
-from gimbal_jax.pallas_kernels.grouped_matmul import TILE, temporary_bytes
+from gimbal_jax.pallas_kernels.grouped_matmul import slots_bytes, temporary_bytes
 from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
 SAMPLING_COPIES = 7
@@ -179,15 +179,14 @@ def step_bytes(
     heads = m.num_heads // mesh.tp
     kv_heads = kv_heads_in_cache(m, mesh.tp) // mesh.tp
     received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks  # a rank may get the tokens of all engines
-    pairs = received * min(m.experts_per_token, slots)
+    routed = received, m.experts_per_token, slots, m.hidden_size, m.moe_intermediate_size, mesh.ranks
     if backend == "xla":
-        # Scores, shares and values of a block of context; results of all pairs, with slots padded to tiles.
+        # Scores, shares and values of a block of context.
         partial = (3 * tokens * heads + groups * kv_heads * m.head_dim) * max(BLOCK, engine.page_size) * 4
-        experts = (pairs + TILE * slots) * (m.hidden_size * item + 16)
+        experts = slots_bytes(*routed, item)
     else:
         partial = SPLIT_ROWS * m.head_dim * 4
-        sizes = m.hidden_size, m.moe_intermediate_size
-        experts = temporary_bytes(received, m.experts_per_token, slots, *sizes, mesh.ranks)
+        experts = temporary_bytes(*routed)
     dense = 3 * tokens * m.intermediate_size // mesh.tp * item if len(m.moe_layers) < m.num_layers else 0
     return StepBytes(
         activations=tokens * m.hidden_size * (3 * item + 4),

@@ -74,10 +74,10 @@ def _alone(
     backend: Backend,
 ) -> jax.Array:
     """One rank holds all experts: XLA would keep collectives that exchange nothing."""
-    first_1E, size_1P = first_places(count_E[None])
-    place_tk = first_1E[0][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
+    first_RE, size_RP = first_places(count_E[None])
+    place_tk = first_RE[0][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
     place_tk = jnp.where(routing.slot_Tk >= 0, place_tk, -1)
-    return grouped_ffn(x_tD, place_tk, routing.weight_Tk, size_1P[0], gate_up_PDF, down_PFD, backend=backend)
+    return grouped_ffn(x_tD, place_tk, routing.weight_Tk, size_RP[0], gate_up_PDF, down_PFD, backend=backend)
 
 
 def _gather(

@@ -172,7 +172,7 @@ def _by_blocks(
         return new_top_Br, total_Br, out_BrD * keep_Br[..., None] + gain_BrD
 
     rows = q_BrD.shape[:2]
-    start = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q_BrD.shape))
+    start = (jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows), jnp.zeros(q_BrD.shape))
     _, total_Br, out_BrD = jax.lax.fori_loop(0, -(-jnp.max(end_G) // block), one_block, start)
     out_BrD = out_BrD / jnp.where(total_Br > 0, total_Br, 1.0)[..., None]
     out_GQHD = out_BrD.reshape(groups, kv_heads, queries, share, dim).swapaxes(1, 2).reshape(q_GQHD.shape)

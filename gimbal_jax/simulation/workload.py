@@ -139,7 +139,9 @@ def make_workload(config: WorkloadConfig, router: Router, seed: int) -> tuple[Ar
             in_order_N = (first + np.arange(count)) % rows
             before_N = np.diff(table.time_N)
             before_N = np.append(before_N.mean(), before_N)  # before the first row: as if from the last one to it
-            gaps = before_N[in_order_N] * count / before_N[in_order_N].sum()
+            gaps = before_N[in_order_N]
+            together = not gaps.any()  # some rows of a trace are
+            gaps = np.ones(count) if together else gaps * count / gaps.sum()
         case "at-once":
             gaps = np.zeros(count)
     if config.arrivals == "trace" and config.lengths not in _SHARE_OF_BIN:

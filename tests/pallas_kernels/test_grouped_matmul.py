@@ -129,3 +129,25 @@ def test_chunks_hold_the_average_load_and_no_more_than_the_worst(tokens, ranks):
     rows = grouped_matmul.chunk_rows(tokens, k, slots, ranks)
     assert tokens * k / ranks <= rows <= tokens * min(k, slots)
     assert rows <= max(8192, 1.25 * tokens * k / ranks + 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 500])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_xla_form_takes_no_more_memory_than_stated(tokens, ranks):
+    k, slots, hidden, intermediate = 4, 16 // ranks, 64, 32
+    shapes = ((tokens, hidden), float), ((tokens, k), int), ((tokens, k), float), ((slots,), int)
+    weights = ((slots, hidden, 2 * intermediate), float), ((slots, intermediate, hidden), float)
+    types = {int: np.int32, float: np.float32}
+    arrays = [jax.ShapeDtypeStruct(shape, types[kind]) for shape, kind in (*shapes, *weights)]
+    compiled = jax.jit(partial(grouped_ffn, ranks=ranks)).lower(*arrays).compile()
+    stated = grouped_matmul.slots_bytes(tokens, k, slots, hidden, intermediate, ranks, 4)
+    assert compiled.memory_analysis().temp_size_in_bytes <= stated
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 544])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_slots_have_room_for_the_average_load_and_no_more_than_all_tokens(tokens, ranks):
+    k, slots = 4, 32 // ranks
+    rows = grouped_matmul.slot_rows(tokens, k, slots, ranks)
+    assert tokens * k / (slots * ranks) <= rows < tokens + grouped_matmul.TILE
+    assert rows < 1.25 * tokens * k / (slots * ranks) + grouped_matmul.TILE
