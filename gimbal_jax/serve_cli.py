@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import resource
 import signal
 import sys
 import time
@@ -30,7 +29,7 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.devices import load_on_mesh, set_up_devices
-from gimbal_jax.host_memory import give_back_freed_memory
+from gimbal_jax.host_memory import give_back_freed_memory, host_memory
 from gimbal_jax.serve_config import takes_serve_options
 from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
 from gimbal_jax.terminal import console, errors_said, progress_bar
@@ -244,7 +243,7 @@ async def serve_checkpoint(
             if start_LE is not None:
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already
-                console.print(f"serving; peak memory {peak_memory() / 2**30:.1f} GiB")
+                console.print(f"serving{_peak_memory()}")
 
         stop = asyncio.Event()
         _drain_on_signals(server, stop)
@@ -278,10 +277,12 @@ async def serve_checkpoint(
     return 0
 
 
-def peak_memory() -> int:
-    """Bytes of memory that this process has held at most."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _peak_memory() -> str:
+    """In words; none where the system does not say."""
+    try:
+        return f"; peak memory {host_memory().peak / 2**30:.1f} GiB"
+    except OSError:
+        return ""
 
 
 def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:
