@@ -37,7 +37,7 @@ Work = Callable[[], object]
 console = Console(width=150)
 
 
-def plan_of(rows: int, tiles: int, context: int, prompt: int, model: ModelConfig, engine: EngineConfig) -> Plan:
+def plan_of(rows: int, tiles: int, context: int, prompt: int, vocab_size: int, engine: EngineConfig) -> Plan:
     """``rows`` sequences that decode after ``context`` tokens, as far as the prompts that fill ``tiles`` leave rows."""
     rng = np.random.default_rng(0)
     pages = iter(rng.permutation(engine.num_pages).astype(np.int32))
@@ -47,7 +47,7 @@ def plan_of(rows: int, tiles: int, context: int, prompt: int, model: ModelConfig
 
     prefill, left = [], tiles * engine.tile
     while left > 0:
-        tokens = rng.integers(model.vocab_size, size=min(prompt, left)).astype(np.int32)
+        tokens = rng.integers(vocab_size, size=min(prompt, left)).astype(np.int32)
         prefill.append(Chunk(engine.max_rows, tokens, 0, pages_of(len(tokens)), None))
         left -= -(-len(tokens) // engine.tile) * engine.tile
     rows = min(rows, engine.max_rows - len(prefill))
@@ -55,7 +55,7 @@ def plan_of(rows: int, tiles: int, context: int, prompt: int, model: ModelConfig
     for row in range(rows):
         used = pages_of(context + 1)
         table_DM[row, : len(used)] = used
-    tokens_D = rng.integers(model.vocab_size, size=rows).astype(np.int32)
+    tokens_D = rng.integers(vocab_size, size=rows).astype(np.int32)
     decode = greedy_rows(tokens_D, np.full(rows, context, np.int32), table_DM)
     return Plan(decode, tuple(prefill), tiles)
 
@@ -168,7 +168,7 @@ def main(
         runner.warm_up(progress)
     works: dict[str, Work] = {}
     for rows, tiles in runner.buckets:
-        plan = plan_of(rows, tiles, context, prompt, model, engine)
+        plan = plan_of(rows, tiles, context, prompt, model.vocab_size, engine)
         works[f"step: {rows} rows, {tiles} tiles"] = step_of(runner, plan)
         tokens = rows + tiles * tile
         if parts and dp * tp == 1:
