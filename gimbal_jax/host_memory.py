@@ -1,12 +1,17 @@
-"""What the system says of this process's memory, and giving back what it does not use. Linux only."""
+"""What the system says of this process's memory, giving back what it does not use, and large pages. Linux only."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+HUGE_PAGE = 2**21
+_MADV_COLLAPSE = 25
+"""Of Linux 6.1: gather what is there into huge pages, now."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,16 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def use_huge_pages(places: Iterable[tuple[int, int]]) -> None:
+    """Move memory, given by address and bytes, into pages of 2 MiB: reading it through then takes fewer look-ups.
+
+    As far as the system can, else nothing. Takes about two seconds per GB, and keeps what is written there.
+    """
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        for address, size in places:
+            first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
+            if first < last:
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE)

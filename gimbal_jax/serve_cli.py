@@ -8,11 +8,12 @@ import dataclasses
 import gc
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -29,7 +30,7 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.devices import load_on_mesh, set_up_devices
-from gimbal_jax.host_memory import give_back_freed_memory, host_memory
+from gimbal_jax.host_memory import give_back_freed_memory, host_memory, use_huge_pages
 from gimbal_jax.serve_config import takes_serve_options
 from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
 from gimbal_jax.terminal import console, errors_said, progress_bar
@@ -244,6 +245,8 @@ async def serve_checkpoint(
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already
                 console.print(f"serving{_peak_memory()}")
+            # Beside the first steps. Weights that move meanwhile leave their places, which harms nothing.
+            threading.Thread(target=use_huge_pages, args=[_places_on_host(runner.weights)], daemon=True).start()
 
         stop = asyncio.Event()
         _drain_on_signals(server, stop)
@@ -275,6 +278,16 @@ async def serve_checkpoint(
         with console.status("writing the checkpoint"):
             save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
     return 0
+
+
+def _places_on_host(weights: Any) -> list[tuple[int, int]]:
+    """Address and bytes of the weights that CPU devices hold; every step reads through them."""
+    import jax
+
+    shards = [shard for array in jax.tree.leaves(weights) for shard in array.addressable_shards]
+    return [
+        (shard.data.unsafe_buffer_pointer(), shard.data.nbytes) for shard in shards if shard.device.platform == "cpu"
+    ]
 
 
 def _peak_memory() -> str:

@@ -1,11 +1,14 @@
 """The numbers move by what is allocated, and freed memory goes back to the system."""
 
+import mmap
+import platform
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gimbal_jax.host_memory import forget_peak, give_back_freed_memory, host_memory
+from gimbal_jax.host_memory import HUGE_PAGE, forget_peak, give_back_freed_memory, host_memory, use_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MB = 10**6
@@ -34,3 +37,30 @@ def test_freed_memory_goes_back_to_the_system():
     give_back_freed_memory()
     assert host_memory().own < full - 60 * MB
     assert len(keep) == 4096
+
+
+def anonymous_huge_pages():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+def huge_pages_exist():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    release = tuple(int(part) for part in platform.release().split(".")[:2])
+    return setting.exists() and "[never]" not in setting.read_text() and release >= (6, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not huge_pages_exist(), reason="no huge pages on request")
+def test_memory_moves_into_huge_pages_with_what_it_holds():
+    plain = mmap.mmap(-1, 16 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(plain, np.int64)
+    array[:] = wanted = np.arange(len(array))
+    before = anonymous_huge_pages()
+    use_huge_pages([(array.ctypes.data, array.nbytes)])
+    assert anonymous_huge_pages() - before >= 12 * HUGE_PAGE
+    np.testing.assert_array_equal(array, wanted)
+
+
+@pytest.mark.parametrize(("address", "size"), [(HUGE_PAGE + 1, HUGE_PAGE), (0, HUGE_PAGE), (3 * HUGE_PAGE, 100)])
+def test_memory_that_is_not_there_or_too_small_changes_nothing(address, size):
+    use_huge_pages([(address, size)])
