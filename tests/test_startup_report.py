@@ -22,9 +22,9 @@ signal.pause()
 def test_stages_add_up_and_the_server_is_ended():
     took = one_start([sys.executable, "-c", SAYS % 0])
     assert set(took) == {"imports", "weights", "programs", "all", "cpu"}
-    assert took["weights"] >= 0.3 and took["programs"] >= 0.1
+    assert took["weights"] >= 0.25 and took["programs"] >= 0.05  # this process may read a line late
     assert took["all"] == pytest.approx(took["imports"] + took["weights"] + took["programs"])
-    assert 0 < took["cpu"] < took["all"] - 0.3
+    assert 0 < took["cpu"] < took["all"] - 0.2
 
 
 def test_a_server_that_ends_before_it_serves_is_an_error():
