@@ -84,6 +84,9 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
     max_position: int = 32768
     dtype: str = "bfloat16"
+    """Of hidden states and KV pages."""
+    weights_dtype: str = "bfloat16"
+    """Of weights: ``dtype``, or a smaller one that they lose nothing by."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import jax
 
 DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
-DTYPE_HELP = "Type of weights and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere."
+DTYPE_HELP = (
+    "Type of weights, hidden states and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere. "
+    "Where a CPU computes in float32, it keeps weights that are stored in bfloat16 so, if that is faster."
+)
 
 
 def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = MEMORY_UTILISATION) -> list[jax.Device]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HUGE_PAGE = 2**21
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt."""
 _MADV_COLLAPSE = 25
 """Of Linux 6.1: gather what is there into huge pages, now."""
 
@@ -49,6 +51,18 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def reuse_freed_memory() -> None:
+    """From now on, let the C library keep what is freed for what comes, however large, where it can.
+
+    A step takes tens of megabytes of temporary memory and frees them. By default glibc gets more than 32 of them
+    from the system each time, which clears every page anew.
+    """
+    options = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if options is not None:
+        options(_M_MMAP_THRESHOLD, 2**30)
+        options(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def use_huge_pages(places: Iterable[tuple[int, int]]) -> None:

@@ -30,7 +30,7 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.devices import load_on_mesh, set_up_devices
-from gimbal_jax.host_memory import give_back_freed_memory, host_memory, use_huge_pages
+from gimbal_jax.host_memory import give_back_freed_memory, host_memory, reuse_freed_memory, use_huge_pages
 from gimbal_jax.serve_config import takes_serve_options
 from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
 from gimbal_jax.terminal import console, errors_said, progress_bar
@@ -74,13 +74,15 @@ def serve(options: ServeOptions) -> None:
 def find_checkpoint(options: ServeOptions, *, on_cpu: bool) -> Checkpoint:
     """The folder or hub id of the options; raises ValueError where it is none, or not a model that we serve."""
     from gimbal_jax.model.hf_config import load_config
+    from gimbal_jax.model.loading import weights_dtype_on_cpu
 
     assert options.model is not None
     folder = fetch_checkpoint(options.model, options.revision)
     config = load_config(folder)
     dtype = options.dtype if options.dtype != "auto" else "float32" if on_cpu else config.dtype
     name = options.served_model_name or (folder.resolve().name if Path(options.model).is_dir() else options.model)
-    return Checkpoint(folder, name, replace(config, dtype=dtype))
+    weights_dtype = weights_dtype_on_cpu(folder, dtype) if on_cpu else dtype
+    return Checkpoint(folder, name, replace(config, dtype=dtype, weights_dtype=weights_dtype))
 
 
 def fetch_checkpoint(model: str, revision: str | None) -> Path:
@@ -226,7 +228,7 @@ async def serve_checkpoint(
         programs = program_cache(options.compile_cache, model, config, devices)
         if programs is not None:
             programs.read_ahead()
-        weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.dtype)
+        weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.weights_dtype)
         runner = DeviceRunner(model, config, mesh, weights, slots, model.dtype, programs)
         server = Server(model, config, runner, dump=dump, placement_executor=PlacementProcess())
 
@@ -239,6 +241,7 @@ async def serve_checkpoint(
 
                 runner.warm_up(unless_draining)
             give_back_freed_memory()
+            reuse_freed_memory()
             gc.collect()
             gc.freeze()  # what is here now stays: looking through all of it again and again would stop ticks
             if start_LE is not None:

@@ -26,8 +26,9 @@ from rich.table import Table
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.devices import DEVICES_HELP, load_on_mesh, set_up_devices
 from gimbal_jax.model.hf_config import load_config
+from gimbal_jax.model.loading import weights_dtype_on_cpu
 from gimbal_jax.model.step import COMPILER_OPTIONS
-from gimbal_jax.pallas_kernels import grouped_ffn, paged_attention
+from gimbal_jax.pallas_kernels import grouped_ffn, paged_attention, product
 from gimbal_jax.serving.device_runner import DeviceRunner
 from gimbal_jax.serving.plan import Chunk, Plan
 from gimbal_jax.terminal import progress_bar
@@ -93,7 +94,7 @@ def experts_of(model: ModelConfig, weights: Any, tokens: int) -> Work:
     mlps = [weights["layers"][layer]["mlp"] for layer in model.moe_layers]
     routed = tuple(map(jnp.asarray, (place_n.reshape(tokens, k), weight_Nk, size_P)))
     layers = [(*routed, *(mlp[name].get_value() for name in ("gate_up", "down"))) for mlp in mlps]
-    x_ND = jnp.asarray(rng.normal(size=(tokens, model.hidden_size)), layers[0][-1].dtype)
+    x_ND = jnp.asarray(rng.normal(size=(tokens, model.hidden_size)), model.dtype)
     return in_all_layers(grouped_ffn, x_ND, layers)
 
 
@@ -113,11 +114,10 @@ def attention_of(model: ModelConfig, engine: EngineConfig, dtype: Any, queries: 
 def head_of(model: ModelConfig, weights: Any, rows: int) -> Work:
     """Logits of so many rows, and the best token of each."""
     table_VD = weights["embed" if model.tie_embeddings else "head"].get_value()
-    hidden_ND = jnp.asarray(np.random.default_rng(0).normal(size=(rows, model.hidden_size)), table_VD.dtype)
+    hidden_ND = jnp.asarray(np.random.default_rng(0).normal(size=(rows, model.hidden_size)), model.dtype)
 
     def head(hidden_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
-        logits_NV = jnp.einsum("nd,vd->nv", hidden_ND, table_VD, preferred_element_type=jnp.float32)
-        return logits_NV.argmax(axis=-1)
+        return product("nd,vd->nv", hidden_ND, table_VD, jnp.float32).argmax(axis=-1)
 
     return in_all_layers(head, hidden_ND, [(table_VD,)])
 
@@ -148,7 +148,8 @@ def main(
     dp: Annotated[int, typer.Option(min=1)] = 1,
     tp: Annotated[int, typer.Option(min=1)] = 1,
     devices: Annotated[str, typer.Option(help=DEVICES_HELP)] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of weights and KV cache.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Of hidden states and KV cache.")] = "float32",
+    weights_dtype: Annotated[str, typer.Option(help="`auto` as gimbal serve does.")] = "auto",
     tile: Annotated[int, typer.Option(min=2)] = EngineConfig.tile,
     budget: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = EngineConfig.token_budget,
     context: Annotated[int, typer.Option(min=0, help="Tokens before those that decode.")] = 160,
@@ -160,9 +161,11 @@ def main(
     """Print milliseconds of a step in each bucket, filled, and of its parts."""
     mesh_config = MeshConfig(dp, tp)
     available = set_up_devices(devices, mesh_config)
-    model = replace(load_config(folder), dtype=dtype)
+    if weights_dtype == "auto":
+        weights_dtype = weights_dtype_on_cpu(folder, dtype)
+    model = replace(load_config(folder), dtype=dtype, weights_dtype=weights_dtype)
     engine = EngineConfig(tile=tile, token_budget=budget, max_model_len=max(1024, context + 1, prompt))
-    weights, slot_of_expert_LE, mesh = load_on_mesh(folder, model, mesh_config, available, dtype)
+    weights, slot_of_expert_LE, mesh = load_on_mesh(folder, model, mesh_config, available, weights_dtype)
     runner = DeviceRunner(model, ServerConfig(mesh_config, engine), mesh, weights, slot_of_expert_LE, dtype)
     with progress_bar("compiling") as progress:
         runner.warm_up(progress)

@@ -47,12 +47,13 @@ def measure(folder: Path, config: ServerConfig, dtype: str, buckets: int | None,
     ranks = config.mesh.ranks
     devices = set_up_devices(f"cpu:{ranks}", config.mesh)
     from gimbal_jax.model.hf_config import load_config
+    from gimbal_jax.model.loading import weights_dtype_on_cpu
     from gimbal_jax.model.memory import device_bytes
     from gimbal_jax.serving.device_runner import DeviceRunner
 
     stage("libraries")
-    model = replace(load_config(folder), dtype=dtype)
-    weights, slots, mesh = load_on_mesh(folder, model, config.mesh, devices, dtype)
+    model = replace(load_config(folder), dtype=dtype, weights_dtype=weights_dtype_on_cpu(folder, dtype))
+    weights, slots, mesh = load_on_mesh(folder, model, config.mesh, devices, model.weights_dtype)
     runner = DeviceRunner(model, config, mesh, weights, slots, dtype)
     del weights
     runner.buckets = runner.buckets[-(buckets or len(runner.buckets)) :]
@@ -105,7 +106,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     dp: int = 1,
     tp: int = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Of hidden states and cache.")] = "float32",
     max_model_len: int = 1024,
     max_rows: int = 32,
     num_pages: int = EngineConfig.num_pages,

@@ -177,6 +177,10 @@ class SafetensorsFolder:
         if wrong:
             raise CheckpointError(f"{self._folder}: " + "; ".join(wrong[:10]))
 
+    def types(self) -> set[str]:
+        """Of all tensors, as safetensors calls them."""
+        return {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+
     def read(self, name: str, rows: slice) -> np.ndarray:
         """Rows of a tensor."""
         return self._file_of[name].get_slice(name)[rows]

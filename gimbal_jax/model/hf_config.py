@@ -143,6 +143,7 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
         rope=parse_rope(read, max_position),
         max_position=max_position,
         dtype=dtype,
+        weights_dtype=dtype,
         bos_token_id=_single(_token_ids(read, "bos_token_id", vocab_size)),
         pad_token_id=_single(_token_ids(read, "pad_token_id", vocab_size)),
         eos_token_ids=_token_ids(read, "eos_token_id", vocab_size),

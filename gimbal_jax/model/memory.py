@@ -105,7 +105,7 @@ class DeviceBytes:
 def device_bytes(
     model: ModelConfig, config: ServerConfig, bucket: tuple[int, int], backend: Backend = "mosaic"
 ) -> DeviceBytes:
-    """What a server with these settings needs on each device; ``model.dtype`` is that of weights and cache.
+    """What a server with these settings needs on each device.
 
     Args:
       model: the architecture.
@@ -131,7 +131,7 @@ def device_bytes(
 
 def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
     """Weights on each device: exactly what the shards of ``abstract_model`` take."""
-    m, tp, item = model, mesh.tp, ITEM_BYTES[model.dtype]
+    m, tp, item = model, mesh.tp, ITEM_BYTES[model.weights_dtype]
     heads = m.num_heads // tp * m.head_dim
     kv = kv_heads_in_cache(m, tp) // tp * m.head_dim
     biases = heads + 2 * kv + m.hidden_size if m.attention_bias else 0

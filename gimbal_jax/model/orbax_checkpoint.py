@@ -21,6 +21,7 @@ from gimbal_jax.model.hf_config import SIDE_FILES
 from gimbal_jax.model.sharding import sharding_for
 
 WEIGHTS = "weights"
+SLOTS = "slot_of_expert"
 FORMAT = 2
 """Of what ``save_orbax`` writes. The first, which had no number, held q, k and v apart, and gate and up."""
 
@@ -94,7 +95,17 @@ def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[
             for at, variable in nnx.to_flat_state(abstract)
         ]
     )
-    return weights, np.asarray(tree["slot_of_expert"])
+    return weights, np.asarray(tree[SLOTS])
+
+
+def orbax_types(folder: Path) -> set[str]:
+    """Of all weights."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata((folder / WEIGHTS).absolute()).item_metadata
+    arrays = {} if metadata is None else metadata.tree
+    return {str(array.dtype) for name, array in arrays.items() if name != SLOTS}
 
 
 def regroup(qkv: jax.Array, kv_heads: int) -> jax.Array:
@@ -133,7 +144,7 @@ def _key(path: tuple[Any, ...]) -> str:
 
 def _tree(state: nnx.State, slot_of_expert_LE: Any) -> dict[str, Any]:
     values = {_key(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
-    return values | {"slot_of_expert": slot_of_expert_LE}
+    return values | {SLOTS: slot_of_expert_LE}
 
 
 def _mesh_of(abstract: nnx.State) -> jax.sharding.Mesh:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from gimbal_jax.model.inputs import Logprobs
 from gimbal_jax.model.sampling import logprobs_of
+from gimbal_jax.pallas_kernels import product
 
 
 def prompt_logprobs(
@@ -34,7 +35,7 @@ def prompt_logprobs(
 
         def of_block(first: jax.Array) -> Logprobs:
             rows_RtD = jax.lax.dynamic_slice_in_dim(hidden_RtD, first, block, axis=1)
-            part = jnp.einsum("rtd,vd->rtv", rows_RtD, own_table, preferred_element_type=jnp.float32)
+            part = product("rtd,vd->rtv", rows_RtD, own_table, jnp.float32)
             logits_StV = jax.lax.all_to_all(part, "tp", 0, 2, tiled=True)
             return logprobs_of(logits_StV, jax.lax.dynamic_slice_in_dim(own_targets_St, first, block, axis=1))
 

@@ -10,4 +10,4 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def expert_bytes(model: ModelConfig) -> int:
     """Weights of one expert of one layer: gate, up and down."""
-    return 3 * model.hidden_size * model.moe_intermediate_size * ITEM_BYTES[model.dtype]
+    return 3 * model.hidden_size * model.moe_intermediate_size * ITEM_BYTES[model.weights_dtype]

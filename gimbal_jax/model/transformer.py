@@ -1,6 +1,6 @@
 """Qwen3-MoE in Flax NNX: one step of S engines over paged KV caches.
 
-Dense parts are plain einsums that XLA partitions by the parameters' shardings;
+Dense parts are plain products that XLA partitions by the parameters' shardings;
 attention over pages and the MoE exchange are ``shard_map`` regions.
 """
 
@@ -21,7 +21,7 @@ from gimbal_jax.model.inputs import StepInputs, rows_and_tiles
 from gimbal_jax.model.moe import moe_exchange
 from gimbal_jax.model.rope import Rotation, apply_rope, rotation
 from gimbal_jax.model.sharding import kv_heads_in_cache
-from gimbal_jax.pallas_kernels import Backend, paged_attention, route_and_count
+from gimbal_jax.pallas_kernels import Backend, paged_attention, product, route_and_count
 
 KVPages = tuple[jax.Array, jax.Array]
 """Keys and values of one layer, [S, pages, page_size, KV heads, head_dim] each."""
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_STD: jax.Array, pages: KVPages, inputs: StepInputs, rope: Rotation, layout: StepLayout
     ) -> tuple[jax.Array, KVPages]:
-        qkv = jnp.einsum("std,dgnk->stgnk", x_STD, self.qkv[...])
+        qkv = product("std,dgnk->stgnk", x_STD, self.qkv[...])
         if self.config.attention_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = qkv[..., :-2, :].reshape(*x_STD.shape[:2], -1, self.config.head_dim), qkv[..., -2, :], qkv[..., -1, :]
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
         out, k_pages, v_pages = attend(
             q, k, v, *pages, inputs.write_ST, inputs.page_table_SGM, inputs.start_SG, inputs.count_SG
         )
-        out = jnp.einsum("sthk,hkd->std", out, self.o[...])
+        out = product("sthk,hkd->std", out, self.o[...])
         return out + self.o_bias[...] if self.config.attention_bias else out, (k_pages, v_pages)
 
 
@@ -142,8 +142,8 @@ class DenseMLP(nnx.Module):
         self.down = param(dtype, mlp=c.intermediate_size, embed=c.hidden_size)
 
     def __call__(self, x_STD: jax.Array) -> jax.Array:
-        gate_up = jnp.einsum("std,dgf->stgf", x_STD, self.gate_up[...])
-        return (jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]) @ self.down[...]
+        gate_up = product("std,dgf->stgf", x_STD, self.gate_up[...])
+        return product("stf,fd->std", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
 
 
 class MoE(nnx.Module):
@@ -254,14 +254,14 @@ class Qwen3Moe(nnx.Module):
 
         Args:
           inputs: tokens of S engines and where they belong.
-          pages: KV pages of each layer; donate them.
+          pages: KV pages of each layer; donate them. Hidden states have their type, whatever the weights have.
           slot_of_expert_LE: placement of the MoE layers.
           layout: mesh, tile, exchange and backend.
 
         Returns:
           Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].
         """
-        x = layout.constrain(self.embed[...][inputs.tokens_ST], "dp")
+        x = layout.constrain(self.embed[...][inputs.tokens_ST].astype(pages[0][0].dtype), "dp")
         rope = rotation(self.config, inputs.positions_ST)
         slots, new_pages, counts = iter(slot_of_expert_LE), [], []
         for layer, layer_pages in zip(self.layers, pages, strict=True):
@@ -278,6 +278,6 @@ class Qwen3Moe(nnx.Module):
 
     def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:
         """float32 logits [S, G, V] of final hidden states [S, G, D], whole on every rank of an engine."""
-        logits = jnp.einsum("sgd,vd->sgv", hidden, self.output_table, preferred_element_type=jnp.float32)
+        logits = product("sgd,vd->sgv", hidden, self.output_table, jnp.float32)
         # Split by vocabulary first: otherwise XLA gathers the table instead of the logits.
         return layout.constrain(layout.constrain(logits, "dp", None, "tp"), "dp")

@@ -6,6 +6,7 @@ They know arrays only: no configuration, no mesh.
 from gimbal_jax.pallas_kernels.backend import Backend, backend_of
 from gimbal_jax.pallas_kernels.grouped_matmul import grouped_ffn, grouped_ffn_reference
 from gimbal_jax.pallas_kernels.paged_attention import paged_attention
+from gimbal_jax.pallas_kernels.product import product
 from gimbal_jax.pallas_kernels.route_and_count import Routing, route_and_count
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "grouped_ffn",
     "grouped_ffn_reference",
     "paged_attention",
+    "product",
     "route_and_count",
 ]

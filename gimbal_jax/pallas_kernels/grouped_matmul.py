@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from gimbal_jax.pallas_kernels.backend import Backend
+from gimbal_jax.pallas_kernels.product import PARTS, product, product_of_parts, split
 
 TILE = 8
 """Rows of a slot come in multiples of this in the XLA form: few enough that a slot with one token wastes little."""
 LARGEST_TILE = 32
 """Most rows of a tile there. On a CPU 16, 32 and 64 take the same time within 5 %, with 32 to 544 tokens."""
+TILES_AT_ONCE = 8
 FEW_SLOTS = 0.4
 """Share of slots in use up to which they go by tiles there: for a product in a loop XLA copies a slot's weights first,
 so that a tile takes 2.4 times what a slot takes in the product of all (CPU, 8 rows, 512 x 512 and 256 x 512)."""
@@ -78,7 +80,8 @@ def grouped_ffn(
         padding, which contribute nothing. No slot twice in one row.
       weight_Nk: float32 weight of each.
       size_P: int32 pairs of each slot.
-      gate_up_PDF: stacked weights, gate then up in the last axis (F = 2 * intermediate).
+      gate_up_PDF: stacked weights, gate then up in the last axis (F = 2 * intermediate); see ``product`` for their
+        type.
       down_PFD: stacked weights (F = intermediate).
       ranks: over which N * k pairs are spread. The load of an average rank fits into one chunk; any load is computed.
       backend: which form to run.
@@ -216,13 +219,19 @@ def _by_slots(
     to_Nk = jnp.where(place_Nk >= 0, place_Nk, len(pair_of_place))
     pair_of_place = pair_of_place.at[to_Nk].set(jnp.arange(tokens * k).reshape(tokens, k), mode="drop")
 
+    def ffn(token_BC: jax.Array, gate_up_BDF: jax.Array, down_BFD: jax.Array) -> jax.Array:
+        """What experts make of a batch of some tokens each. The barriers keep XLA from computing anything anew."""
+        if x_ND.dtype == gate_up_BDF.dtype:
+            x_BCD = jax.lax.optimization_barrier(x_ND)[token_BC]
+            gate_up_BCF = jnp.einsum("bcd,bdf->bcf", x_BCD, gate_up_BDF)
+        else:  # the parts are copied to where the tokens are needed, so that few are split
+            part_B3C = jnp.arange(PARTS)[:, None] * tokens + token_BC[:, None]
+            gate_up_BCF = product_of_parts("bcd,bdf->bcf", x_parts[part_B3C], gate_up_BDF, 1)
+        return jax.lax.optimization_barrier(product("bcf,bfd->bcd", swiglu(gate_up_BCF), down_BFD))
+
     def first_rows() -> jax.Array:
         token_PC = pair_of_place[first_P[:, None] + jnp.arange(rows)] // k
-        # The barriers keep XLA from computing a token anew for each of its rows, and rows anew for each token.
-        x_PCD = jax.lax.optimization_barrier(x_ND)[token_PC]
-        h_PCF = swiglu(jnp.einsum("pcd,pdf->pcf", x_PCD, gate_up_PDF))
-        y_PCD = jax.lax.optimization_barrier(jnp.einsum("pcf,pfd->pcd", h_PCF, down_PFD))
-        y_rows = y_PCD.reshape(slots * rows, -1)
+        y_rows = ffn(token_PC, gate_up_PDF, down_PFD).reshape(slots * rows, -1)
         y_ND = jnp.zeros(x_ND.shape, jnp.float32)
         # Choice by choice, so that no [N, k, D] is ever written.
         for slot_N, row_N, weight_N in zip(slot_Nk.T, row_Nk.T, weight_Nk.T, strict=True):
@@ -231,19 +240,22 @@ def _by_slots(
             y_ND += jnp.where(here_N[:, None], y_N * weight_N[:, None], 0.0)
         return y_ND
 
-    def add_tile(i: jax.Array, y_ND: jax.Array) -> jax.Array:
-        slot = (i >= end_tile_P).sum()
-        row_C = done + (i - first_tile_P[slot]) * tile + jnp.arange(tile)
-        pair_C = pair_of_place[first_P[slot] + row_C]
-        y_CD = swiglu(x_ND[pair_C // k] @ gate_up_PDF[slot]) @ down_PFD[slot]
-        token_C = jnp.where(row_C < size_P[slot], pair_C // k, tokens)
-        return y_ND.at[token_C].add(y_CD * weight_Nk.reshape(-1)[pair_C, None], mode="drop")
+    def add_tiles(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+        tile_B = i * tiles_at_once + jnp.arange(tiles_at_once)
+        slot_B = jnp.minimum((tile_B[:, None] >= end_tile_P).sum(axis=1), slots - 1)
+        row_BC = (done + (tile_B - first_tile_P[slot_B]) * tile)[:, None] + jnp.arange(tile)
+        pair_BC = pair_of_place[first_P[slot_B][:, None] + row_BC]
+        y_BCD = ffn(pair_BC // k, gate_up_PDF[slot_B], down_PFD[slot_B])
+        token_BC = jnp.where(row_BC < size_P[slot_B][:, None], pair_BC // k, tokens)
+        return y_ND.at[token_BC].add(y_BCD * weight_Nk.reshape(-1)[pair_BC][..., None], mode="drop")
 
-    # The product reads the weights of all slots, in place; a tile copies those of its own. So few slots go by tiles.
-    many = (size_P > 0).sum() > int(FEW_SLOTS * slots)
-    done = jnp.where(many, rows, 0)
+    x_parts = split(x_ND, 0).reshape(PARTS * tokens, -1) if x_ND.dtype != gate_up_PDF.dtype else None
+    # The product reads the weights of all slots, in place; a tile copies those of its own. So few pairs go by tiles.
+    many = tokens * k > FEW_SLOTS * slots * ranks
+    done = rows if many else 0
+    tiles_at_once = TILES_AT_ONCE if rows > TILE else 1
     tiles_P = -(-jnp.maximum(size_P - done, 0) // tile)
     end_tile_P = jnp.cumsum(tiles_P)
     first_tile_P = end_tile_P - tiles_P
-    y_ND = jax.lax.cond(many, first_rows, lambda: jnp.zeros(x_ND.shape, jnp.float32))
-    return jax.lax.fori_loop(0, end_tile_P[-1], add_tile, y_ND).astype(x_ND.dtype)
+    y_ND = first_rows() if many else jnp.zeros(x_ND.shape, jnp.float32)
+    return jax.lax.fori_loop(0, -(-end_tile_P[-1] // tiles_at_once), add_tiles, y_ND).astype(x_ND.dtype)

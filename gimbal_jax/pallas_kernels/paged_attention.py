@@ -59,7 +59,8 @@ def paged_attention(
     args = q_GQHD, k_pages, v_pages, page_table_GM, start_G, count_G
     match backend:
         case "xla":
-            return _by_blocks(*args, window=window)
+            form = _by_blocks if q_GQHD.shape[1] > 1 else _by_wide_blocks
+            return form(q_GQHD / math.sqrt(q_GQHD.shape[-1]), *args[1:], window=window)
         case "mosaic":
             return attend_pages(*args, window=window, interpret=None)
         case "interpret":
@@ -117,6 +118,32 @@ def paged_attention_reference(
     return out.transpose(0, 3, 1, 2, 4).reshape(q_GQHD.shape).astype(q_GQHD.dtype)
 
 
+def _by_wide_blocks(
+    q_GQHD: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table_GM: jax.Array,
+    start_G: jax.Array,
+    count_G: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """``_by_blocks`` for few queries: all KV heads of a token as one wide head, of which a query sees its own part.
+
+    That multiplies by zeros, and saves to put the heads of each block one behind the other.
+    """
+    (groups, queries, heads, dim), (num_pages, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
+    own_KK = jnp.eye(kv_heads, dtype=q_GQHD.dtype)
+    q_GQKhKD = q_GQHD.reshape(groups, queries, kv_heads, -1, 1, dim) * own_KK[:, None, :, None]
+    pages = (part.reshape(num_pages, page_size, 1, kv_heads * dim) for part in (k_pages, v_pages))
+    out = _by_blocks(
+        q_GQKhKD.reshape(groups, queries, heads, -1), *pages, page_table_GM, start_G, count_G, window=window
+    )
+    out_GQKhKD = out.reshape(q_GQKhKD.shape)
+    own = [out_GQKhKD[:, :, head, :, head] for head in range(kv_heads)]
+    return jnp.stack(own, axis=2).reshape(q_GQHD.shape)
+
+
 def _by_blocks(
     q_GQHD: jax.Array,
     k_pages: jax.Array,
@@ -130,6 +157,7 @@ def _by_blocks(
     """Plain XLA for CPUs: the reference, with products of the form that XLA's library takes as it is.
 
     Each KV head of a group is an element of one batch axis B; its rows r are the queries of the heads that share it.
+    The queries are scaled already.
     """
     (groups, queries, heads, dim), (num_pages, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     share = heads // kv_heads
@@ -138,7 +166,7 @@ def _by_blocks(
     blocks = -(-page_table_GM.shape[1] // pages_per_block)
     table_GM = jnp.pad(page_table_GM, ((0, 0), (0, blocks * pages_per_block - page_table_GM.shape[1])))
 
-    q_GQKhD = (q_GQHD / math.sqrt(dim)).reshape(groups, queries, kv_heads, share, dim)
+    q_GQKhD = q_GQHD.reshape(groups, queries, kv_heads, share, dim)
     q_BrD = q_GQKhD.swapaxes(1, 2).reshape(groups * kv_heads, queries * share, dim)
     position_GQ = start_G[:, None] + jnp.arange(queries)
     position_Br = jnp.repeat(jnp.repeat(position_GQ, share, axis=1), kv_heads, axis=0)

@@ -16,7 +16,7 @@ def size_kv_pool(model: ModelConfig, config: ServerConfig, device: jax.Device) -
     """The settings with as many KV pages as such devices hold, and a line that says so.
 
     Where jax does not say how much memory the process may take, as on CPUs, the settings stay as they are.
-    ValueError, with what would help, if the memory is too little. ``model.dtype`` is that of weights and cache.
+    ValueError, with what would help, if the memory is too little.
     """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
