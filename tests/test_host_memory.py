@@ -2,6 +2,7 @@
 
 import mmap
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +39,31 @@ def test_freed_memory_goes_back_to_the_system():
     give_back_freed_memory()
     assert host_memory().own < full - 60 * MB
     assert len(keep) == 4096
+
+
+REUSES = """
+import resource
+import numpy as np
+from gimbal_jax.host_memory import reuse_freed_memory
+
+def faults_again():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(64 * 10**6, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults_again()
+by_default = faults_again()
+reuse_freed_memory()
+faults_again()
+print(by_default, faults_again())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_freed_memory_is_not_fetched_from_the_system_again():
+    done = subprocess.run([sys.executable, "-c", REUSES], capture_output=True, text=True, check=True)
+    by_default, reused = map(int, done.stdout.split())
+    assert reused < by_default / 10
 
 
 def anonymous_huge_pages():

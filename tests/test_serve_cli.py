@@ -58,7 +58,7 @@ def test_the_network_has_the_options_of_the_same_names():
 
 
 def test_checkpoints_have_a_name_and_a_type():
-    bfloat16 = dataclasses.replace(MODEL, dtype="bfloat16")
+    bfloat16 = dataclasses.replace(MODEL, dtype="bfloat16", weights_dtype="bfloat16")
     found = find_checkpoint(ServeOptions(model=str(BASE)), on_cpu=True)
     assert (found.folder, found.name, found.config.dtype) == (BASE, "base", "float32")
     named = find_checkpoint(ServeOptions(model=str(BASE), served_model_name="x/y", dtype="bfloat16"), on_cpu=True)

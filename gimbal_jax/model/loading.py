@@ -47,9 +47,13 @@ def weights_dtype_on_cpu(folder: Path, dtype: str) -> str:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; where the system does not say, it has none."""
+    """Whether this CPU has instructions for it."""
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags().split())
+
+
+def _cpu_flags() -> str:
+    """Empty where the system does not say."""
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        return ""

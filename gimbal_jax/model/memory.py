@@ -183,7 +183,7 @@ def step_bytes(
     if backend == "xla":
         # Scores, shares and values of a block of context.
         partial = (3 * tokens * heads + groups * kv_heads * m.head_dim) * max(BLOCK, engine.page_size) * 4
-        experts = slots_bytes(*routed, item)
+        experts = slots_bytes(*routed, item, ITEM_BYTES[m.weights_dtype])
     else:
         partial = SPLIT_ROWS * m.head_dim * 4
         experts = temporary_bytes(*routed)

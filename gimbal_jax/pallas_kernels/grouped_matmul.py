@@ -5,7 +5,7 @@ order (see ``gimbal_jax.model.moe``), so nothing is sorted here. On Hopper and n
 the rows are gathered into slot order and multiplied by tokamax's grouped product,
 chunk by chunk: those in use and no others. Elsewhere one batched product takes the
 first rows of every slot, as many as are usual, and a loop visits tiles of the rows
-that are left. Both compute any load.
+that are left; few tokens all go through each slot in use instead. All compute any load.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ TILE = 8
 """Rows of a slot come in multiples of this in the XLA form: few enough that a slot with one token wastes little."""
 LARGEST_TILE = 32
 """Most rows of a tile there. On a CPU 16, 32 and 64 take the same time within 5 %, with 32 to 544 tokens."""
-TILES_AT_ONCE = 8
-FEW_SLOTS = 0.4
-"""Share of slots in use up to which they go by tiles there: for a product in a loop XLA copies a slot's weights first,
-so that a tile takes 2.4 times what a slot takes in the product of all (CPU, 8 rows, 512 x 512 and 256 x 512)."""
+SLOTS_AT_ONCE = 8
+"""Slots whose weights are copied for a product in a loop there, as XLA does not take them from where they are. On a CPU
+2, 4 and 8 take the same time within 15 % for 1 to 4 tokens, and 8 takes 0.95 times that of 1 for tiles of 544."""
+FEW_SLOTS = 0.5
+"""Pairs for each slot up to which a loop over the slots in use takes less time than one product that reads all."""
 ALWAYS_ONE_CHUNK = 8192
 """Rows up to which one chunk is enough: on a GPU each turn of a loop waits for the host."""
 
@@ -95,7 +96,8 @@ def grouped_ffn(
     arrays = x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD
     match backend:
         case "xla":
-            return _by_slots(*arrays, ranks)
+            few = is_few(*place_Nk.shape, len(size_P), ranks)
+            return _by_used_slots(*arrays) if few else _by_slots(*arrays, ranks)
         case "mosaic":
             if {x_ND.dtype, gate_up_PDF.dtype, down_PFD.dtype} != {jnp.dtype(jnp.bfloat16)}:
                 types = f"{x_ND.dtype}, {gate_up_PDF.dtype} and {down_PFD.dtype}"
@@ -126,13 +128,25 @@ def slot_rows(tokens: int, k: int, slots: int, ranks: int) -> int:
     return TILE * min(-(-tokens // TILE), math.ceil(1.25 * average / TILE))
 
 
-def slots_bytes(tokens: int, k: int, slots: int, hidden: int, intermediate: int, ranks: int, item: int) -> int:
-    """Most bytes that the XLA form takes besides its operands and result, for numbers of ``item`` bytes.
+def slots_bytes(
+    tokens: int, k: int, slots: int, hidden: int, intermediate: int, ranks: int, item: int, weights_item: int
+) -> int:
+    """Most bytes that the XLA form takes besides its operands and result, for numbers and weights of so many bytes.
 
-    Per row of a slot: its token, its gate and up. Per token: the sum in float32, twice. Per pair: four int32.
+    Per row of a slot: its token, its gate and up, or the parts of these. Per token: the sum in float32, twice, and its
+    parts. Per pair: four int32, and for few tokens its place among all slots. And copies of the weights of some slots.
     """
-    row = item * (hidden + 2 * intermediate)
-    return slots * slot_rows(tokens, k, slots, ranks) * row + tokens * 8 * hidden + tokens * k * 16 + 2**20
+    row = item * (hidden + 2 * intermediate) * (1 if item == weights_item else PARTS)
+    few = is_few(tokens, k, slots, ranks)
+    rows = math.gcd(slots, SLOTS_AT_ONCE) * tokens if few else slots * slot_rows(tokens, k, slots, ranks)
+    copies = min(slots, SLOTS_AT_ONCE) * 3 * hidden * intermediate * weights_item
+    pairs = tokens * k * (16 + (5 * slots if few else 0))
+    return rows * row + tokens * (8 + 2 * PARTS) * hidden + pairs + copies + 2**20
+
+
+def is_few(tokens: int, k: int, slots: int, ranks: int) -> bool:
+    """Whether a loop over the slots in use takes less time than one product that reads the weights of all."""
+    return tokens * k <= FEW_SLOTS * slots * ranks
 
 
 def _by_chunks(
@@ -243,19 +257,43 @@ def _by_slots(
     def add_tiles(i: jax.Array, y_ND: jax.Array) -> jax.Array:
         tile_B = i * tiles_at_once + jnp.arange(tiles_at_once)
         slot_B = jnp.minimum((tile_B[:, None] >= end_tile_P).sum(axis=1), slots - 1)
-        row_BC = (done + (tile_B - first_tile_P[slot_B]) * tile)[:, None] + jnp.arange(tile)
+        row_BC = (rows + (tile_B - first_tile_P[slot_B]) * tile)[:, None] + jnp.arange(tile)
         pair_BC = pair_of_place[first_P[slot_B][:, None] + row_BC]
         y_BCD = ffn(pair_BC // k, gate_up_PDF[slot_B], down_PFD[slot_B])
         token_BC = jnp.where(row_BC < size_P[slot_B][:, None], pair_BC // k, tokens)
         return y_ND.at[token_BC].add(y_BCD * weight_Nk.reshape(-1)[pair_BC][..., None], mode="drop")
 
     x_parts = split(x_ND, 0).reshape(PARTS * tokens, -1) if x_ND.dtype != gate_up_PDF.dtype else None
-    # The product reads the weights of all slots, in place; a tile copies those of its own. So few pairs go by tiles.
-    many = tokens * k > FEW_SLOTS * slots * ranks
-    done = rows if many else 0
-    tiles_at_once = TILES_AT_ONCE if rows > TILE else 1
-    tiles_P = -(-jnp.maximum(size_P - done, 0) // tile)
+    tiles_at_once = SLOTS_AT_ONCE if rows > TILE else 1  # of decoding hardly any are left
+    tiles_P = -(-jnp.maximum(size_P - rows, 0) // tile)
     end_tile_P = jnp.cumsum(tiles_P)
     first_tile_P = end_tile_P - tiles_P
-    y_ND = first_rows() if many else jnp.zeros(x_ND.shape, jnp.float32)
-    return jax.lax.fori_loop(0, -(-end_tile_P[-1] // tiles_at_once), add_tiles, y_ND).astype(x_ND.dtype)
+    return jax.lax.fori_loop(0, -(-end_tile_P[-1] // tiles_at_once), add_tiles, first_rows()).astype(x_ND.dtype)
+
+
+def _by_used_slots(
+    x_ND: jax.Array,
+    place_Nk: jax.Array,
+    weight_Nk: jax.Array,
+    size_P: jax.Array,
+    gate_up_PDF: jax.Array,
+    down_PFD: jax.Array,
+) -> jax.Array:
+    """Plain XLA for few tokens: all of them through the slots in use, some slots at a time."""
+    slots = size_P.shape[0]
+    at_once = math.gcd(slots, SLOTS_AT_ONCE)
+    end_P = jnp.cumsum(size_P)
+    chosen_NkP = (place_Nk[..., None] >= end_P - size_P) & (place_Nk[..., None] < end_P)
+    chosen_PN = chosen_NkP.any(axis=1).T
+    weight_PN = jnp.where(chosen_NkP, weight_Nk[..., None], 0.0).sum(axis=1).T
+    used_first_P = jnp.argsort(size_P == 0, stable=True)
+    x_BND = jnp.broadcast_to(x_ND, (at_once, *x_ND.shape))
+
+    def add_slots(i: jax.Array, y_ND: jax.Array) -> jax.Array:
+        slot_B = jax.lax.dynamic_slice_in_dim(used_first_P, i * at_once, at_once)
+        h_BNF = swiglu(product("bnd,bdf->bnf", x_BND, gate_up_PDF[slot_B]))
+        y_BND = product("bnf,bfd->bnd", h_BNF, down_PFD[slot_B]) * weight_PN[slot_B, :, None]
+        return y_ND + jnp.where(chosen_PN[slot_B, :, None], y_BND, 0.0).sum(axis=0)
+
+    turns = -(-(size_P > 0).sum() // at_once)
+    return jax.lax.fori_loop(0, turns, add_slots, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)

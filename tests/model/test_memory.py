@@ -32,7 +32,8 @@ MODELS = {
     **SMALL,
     "tied": replace(SMALL["Qwen3-30B-A3B"], tie_embeddings=True),
     "biased": replace(SMALL["Qwen3-30B-A3B"], attention_bias=True),
-    "float32": replace(SMALL["Qwen3-30B-A3B"], dtype="float32"),
+    "float32": replace(SMALL["Qwen3-30B-A3B"], dtype="float32", weights_dtype="float32"),
+    "bfloat16 weights": replace(SMALL["Qwen3-30B-A3B"], dtype="float32"),
 }
 
 
@@ -64,7 +65,7 @@ def on(dp: int, tp: int) -> AbstractMesh:
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2), (1, 4), (4, 1), (1, 8), (2, 8), (4, 8)])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_weights_are_those_of_the_model_s_shards(model: ModelConfig, dp, tp):
-    _, weights = abstract_model(model, model.dtype, on(dp, tp))  # type: ignore[arg-type]
+    _, weights = abstract_model(model, model.weights_dtype, on(dp, tp))  # type: ignore[arg-type]
     found = weight_bytes(model, MeshConfig(dp, tp))
     assert vars(found) == parts_of(weights)
     assert found.total == sum(vars(found).values())

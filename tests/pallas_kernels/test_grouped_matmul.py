@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference, grouped_matmul
 from tests.pallas_kernels.shapes import GROUPED, GroupedShape
@@ -15,20 +16,29 @@ reference = jax.jit(grouped_ffn_reference)
 Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["xla", "xla alone", "interpret", "interpret in chunks"])
-def ffn(request):
-    """Both forms: the first of many ranks, where slots have more rows than average, and of one; the second also with
-    room for only 16 rows in a chunk."""
+FORMS = {
+    "xla, many ranks": ("xla", 16, {"FEW_SLOTS": 0}, np.float32),  # slots have more rows than average
+    "xla, alone": ("xla", 1, {"FEW_SLOTS": 0}, np.float32),
+    "xla, bfloat16 weights": ("xla", 2, {"FEW_SLOTS": 0}, bfloat16),
+    "xla, few tokens": ("xla", 1, {"FEW_SLOTS": np.inf}, np.float32),
+    "xla, few tokens, bfloat16 weights": ("xla", 1, {"FEW_SLOTS": np.inf}, bfloat16),
+    "interpret": ("interpret", 16, {}, np.float32),
+    "interpret in chunks": ("interpret", 16, {"ALWAYS_ONE_CHUNK": 16}, np.float32),
+}
 
-    def of_slots(x_ND, slot_Nk, weight_Nk, gate_up_PDF, down_PFD):
-        place_Nk, size_P = places(slot_Nk, len(gate_up_PDF))
-        return np.asarray(run(x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD))
+
+@pytest.fixture(scope="module", params=FORMS)
+def ffn(request):
+    backend, ranks, constants, weights_type = FORMS[request.param]
+
+    def of_slots(x_ND, slot_Nk, weight_Nk, *weights):
+        place_Nk, size_P = places(slot_Nk, len(weights[0]))
+        return np.asarray(run(x_ND, place_Nk, weight_Nk, size_P, *(array.astype(weights_type) for array in weights)))
 
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "interpret in chunks":
-            patch.setattr(grouped_matmul, "ALWAYS_ONE_CHUNK", 16)
-        ranks = 1 if request.param == "xla alone" else 16
-        run = jax.jit(partial(grouped_ffn, backend=request.param.split()[0], ranks=ranks))
+        for name, value in constants.items():
+            patch.setattr(grouped_matmul, name, value)
+        run = jax.jit(partial(grouped_ffn, backend=backend, ranks=ranks))
         yield of_slots
 
 
@@ -43,7 +53,7 @@ def places(slot_Nk: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | None = None) -> Operands:
-    """Normal tokens and weights; k different slots for each token, the first one ``favourite`` if given."""
+    """Normal tokens, and weights that bfloat16 holds; k different slots for each token, the first one ``favourite`` if given."""
     slots = [rng.permutation(shape.slots) for _ in range(shape.tokens)]
     if favourite is not None:
         slots = [np.array([favourite, *order[order != favourite]]) for order in slots]
@@ -51,8 +61,10 @@ def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | Non
         rng.normal(size=(shape.tokens, shape.hidden)).astype(np.float32),
         np.array([order[: shape.k] for order in slots], np.int32),
         rng.random((shape.tokens, shape.k)).astype(np.float32) + 0.1,
-        rng.normal(size=(shape.slots, shape.hidden, 2 * shape.intermediate)).astype(np.float32),
-        rng.normal(size=(shape.slots, shape.intermediate, shape.hidden)).astype(np.float32),
+        *(
+            rng.normal(size=(shape.slots, *size)).astype(bfloat16).astype(np.float32)
+            for size in ((shape.hidden, 2 * shape.intermediate), (shape.intermediate, shape.hidden))
+        ),
     )
 
 
@@ -131,16 +143,19 @@ def test_chunks_hold_the_average_load_and_no_more_than_the_worst(tokens, ranks):
     assert rows <= max(8192, 1.25 * tokens * k / ranks + 1)
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 500])
+@pytest.mark.parametrize("tokens", [1, 3, 32, 500])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_xla_form_takes_no_more_memory_than_stated(tokens, ranks):
-    k, slots, hidden, intermediate = 4, 16 // ranks, 64, 32
+@pytest.mark.parametrize("weights_type", [np.float32, bfloat16])
+@pytest.mark.parametrize("width", [1, 16])
+def test_the_xla_form_takes_no_more_memory_than_stated(tokens, ranks, weights_type, width):
+    k, slots, hidden, intermediate = 4, 16 // ranks, 64 * width, 32 * width
     shapes = ((tokens, hidden), float), ((tokens, k), int), ((tokens, k), float), ((slots,), int)
-    weights = ((slots, hidden, 2 * intermediate), float), ((slots, intermediate, hidden), float)
-    types = {int: np.int32, float: np.float32}
+    weights = ((slots, hidden, 2 * intermediate), "weights"), ((slots, intermediate, hidden), "weights")
+    types = {int: np.int32, float: np.float32, "weights": weights_type}
     arrays = [jax.ShapeDtypeStruct(shape, types[kind]) for shape, kind in (*shapes, *weights)]
     compiled = jax.jit(partial(grouped_ffn, ranks=ranks)).lower(*arrays).compile()
-    stated = grouped_matmul.slots_bytes(tokens, k, slots, hidden, intermediate, ranks, 4)
+    item = np.dtype(weights_type).itemsize
+    stated = grouped_matmul.slots_bytes(tokens, k, slots, hidden, intermediate, ranks, 4, item)
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes <= stated

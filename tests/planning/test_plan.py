@@ -34,10 +34,13 @@ def fitting(request: PlanRequest) -> list[MeshPlan]:
 
 
 def test_what_the_kernels_do_not_take_is_refused():
-    plan = plan_mesh(PlanRequest(replace(QWEN, dtype="float32"), H100, 4), MeshConfig(2, 2))
+    plan = plan_mesh(PlanRequest(replace(QWEN, dtype="float32", weights_dtype="float32"), H100, 4), MeshConfig(2, 2))
     assert isinstance(plan, Refused)
     assert "dtype is float32; the attention kernel takes bfloat16" in plan.reason
-    a100 = plan_mesh(PlanRequest(replace(QWEN, dtype="float32"), gpu_kinds()["A100-80"], 8), MeshConfig(2, 4))
+    a100 = plan_mesh(
+        PlanRequest(replace(QWEN, dtype="float32", weights_dtype="float32"), gpu_kinds()["A100-80"], 8),
+        MeshConfig(2, 4),
+    )
     assert isinstance(a100, MeshPlan)  # where XLA's forms run, there is no such limit
 
 

@@ -222,8 +222,8 @@ def test_logits_that_are_not_finite_give_their_sequence_no_log_probabilities():
 
 def test_buckets_by_hand():
     config = EngineConfig(max_rows=30, token_budget=512, tile=32)
-    assert step_buckets(config, tp=1) == ((8, 0), (15, 0), (30, 0), (30, 4), (30, 16))
-    assert step_buckets(config, tp=4) == ((8, 0), (16, 0), (32, 0), (32, 4), (32, 16))
+    assert step_buckets(config, tp=1) == ((4, 0), (8, 0), (15, 0), (30, 0), (8, 4), (30, 4), (30, 16))
+    assert step_buckets(config, tp=4) == ((4, 0), (8, 0), (16, 0), (32, 0), (8, 4), (32, 4), (32, 16))
     assert step_buckets(EngineConfig(max_rows=1, token_budget=32, tile=32), tp=2) == ((2, 0), (2, 1))
 
 
