@@ -96,7 +96,8 @@ def grouped_ffn(
     arrays = x_ND, place_Nk, weight_Nk, size_P, gate_up_PDF, down_PFD
     match backend:
         case "xla":
-            few = is_few(*place_Nk.shape, len(size_P), ranks)
+            tokens, k = place_Nk.shape
+            few = is_few(tokens, k, len(size_P), ranks)
             return _by_used_slots(*arrays) if few else _by_slots(*arrays, ranks)
         case "mosaic":
             if {x_ND.dtype, gate_up_PDF.dtype, down_PFD.dtype} != {jnp.dtype(jnp.bfloat16)}:
@@ -235,12 +236,11 @@ def _by_slots(
 
     def ffn(token_BC: jax.Array, gate_up_BDF: jax.Array, down_BFD: jax.Array) -> jax.Array:
         """What experts make of a batch of some tokens each. The barriers keep XLA from computing anything anew."""
-        if x_ND.dtype == gate_up_BDF.dtype:
-            x_BCD = jax.lax.optimization_barrier(x_ND)[token_BC]
-            gate_up_BCF = jnp.einsum("bcd,bdf->bcf", x_BCD, gate_up_BDF)
-        else:  # the parts are copied to where the tokens are needed, so that few are split
+        if in_parts:
             part_B3C = jnp.arange(PARTS)[:, None] * tokens + token_BC[:, None]
-            gate_up_BCF = product_of_parts("bcd,bdf->bcf", x_parts[part_B3C], gate_up_BDF, 1)
+            gate_up_BCF = product_of_parts("bcd,bdf->bcf", x_rows[part_B3C], gate_up_BDF, 1)
+        else:
+            gate_up_BCF = product("bcd,bdf->bcf", x_rows[token_BC], gate_up_BDF)
         return jax.lax.optimization_barrier(product("bcf,bfd->bcd", swiglu(gate_up_BCF), down_BFD))
 
     def first_rows() -> jax.Array:
@@ -263,7 +263,9 @@ def _by_slots(
         token_BC = jnp.where(row_BC < size_P[slot_B][:, None], pair_BC // k, tokens)
         return y_ND.at[token_BC].add(y_BCD * weight_Nk.reshape(-1)[pair_BC][..., None], mode="drop")
 
-    x_parts = split(x_ND, 0).reshape(PARTS * tokens, -1) if x_ND.dtype != gate_up_PDF.dtype else None
+    # Each token is split once, and its parts are copied to where they are needed.
+    in_parts = x_ND.dtype != gate_up_PDF.dtype
+    x_rows = split(x_ND, 0).reshape(PARTS * tokens, -1) if in_parts else jax.lax.optimization_barrier(x_ND)
     tiles_at_once = SLOTS_AT_ONCE if rows > TILE else 1  # of decoding hardly any are left
     tiles_P = -(-jnp.maximum(size_P - rows, 0) // tile)
     end_tile_P = jnp.cumsum(tiles_P)

@@ -135,10 +135,9 @@ def _by_wide_blocks(
     (groups, queries, heads, dim), (num_pages, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     own_KK = jnp.eye(kv_heads, dtype=q_GQHD.dtype)
     q_GQKhKD = q_GQHD.reshape(groups, queries, kv_heads, -1, 1, dim) * own_KK[:, None, :, None]
-    pages = (part.reshape(num_pages, page_size, 1, kv_heads * dim) for part in (k_pages, v_pages))
-    out = _by_blocks(
-        q_GQKhKD.reshape(groups, queries, heads, -1), *pages, page_table_GM, start_G, count_G, window=window
-    )
+    wide_q = q_GQKhKD.reshape(groups, queries, heads, -1)
+    wide_k, wide_v = (part.reshape(num_pages, page_size, 1, kv_heads * dim) for part in (k_pages, v_pages))
+    out = _by_blocks(wide_q, wide_k, wide_v, page_table_GM, start_G, count_G, window=window)
     out_GQKhKD = out.reshape(q_GQKhKD.shape)
     own = [out_GQKhKD[:, :, head, :, head] for head in range(kv_heads)]
     return jnp.stack(own, axis=2).reshape(q_GQHD.shape)

@@ -1,6 +1,7 @@
 """The grouped feed-forward against its dense meaning."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference, grouped_matmul
+from gimbal_jax.pallas_kernels import Backend, grouped_ffn, grouped_ffn_reference, grouped_matmul
 from tests.pallas_kernels.shapes import GROUPED, GroupedShape
 
 reference = jax.jit(grouped_ffn_reference)
 Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-FORMS = {
+FORMS: dict[str, tuple[Backend, int, dict[str, float], Any]] = {
     "xla, many ranks": ("xla", 16, {"FEW_SLOTS": 0}, np.float32),  # slots have more rows than average
     "xla, alone": ("xla", 1, {"FEW_SLOTS": 0}, np.float32),
     "xla, bfloat16 weights": ("xla", 2, {"FEW_SLOTS": 0}, bfloat16),
@@ -53,7 +54,7 @@ def places(slot_Nk: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | None = None) -> Operands:
-    """Normal tokens, and weights that bfloat16 holds; k different slots for each token, the first one ``favourite`` if given."""
+    """Normal tokens, and weights that bfloat16 holds; k slots for each token, ``favourite`` first if given."""
     slots = [rng.permutation(shape.slots) for _ in range(shape.tokens)]
     if favourite is not None:
         slots = [np.array([favourite, *order[order != favourite]]) for order in slots]
@@ -61,11 +62,13 @@ def operands(shape: GroupedShape, rng: np.random.Generator, favourite: int | Non
         rng.normal(size=(shape.tokens, shape.hidden)).astype(np.float32),
         np.array([order[: shape.k] for order in slots], np.int32),
         rng.random((shape.tokens, shape.k)).astype(np.float32) + 0.1,
-        *(
-            rng.normal(size=(shape.slots, *size)).astype(bfloat16).astype(np.float32)
-            for size in ((shape.hidden, 2 * shape.intermediate), (shape.intermediate, shape.hidden))
-        ),
+        kept(rng.normal(size=(shape.slots, shape.hidden, 2 * shape.intermediate))),
+        kept(rng.normal(size=(shape.slots, shape.intermediate, shape.hidden))),
     )
+
+
+def kept(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(bfloat16).astype(np.float32)
 
 
 def assert_same(got: jax.Array, want: np.ndarray | jax.Array) -> None:

@@ -37,7 +37,7 @@ def test_float32_activations_lose_nothing(form):
 @pytest.mark.parametrize("result_type", [None, jnp.float32])
 def test_weights_of_the_same_type_are_a_plain_product(dtype, result_type):
     rng = np.random.default_rng(0)
-    x, weights = rng.normal(size=(1, 4, 48)).astype(dtype), rng.normal(size=(96, 48)).astype(dtype)
+    x, weights = (jnp.asarray(rng.normal(size=size), dtype) for size in ((1, 4, 48), (96, 48)))
     got = product("sgd,vd->sgv", x, weights, result_type)
     np.testing.assert_array_equal(got, jnp.einsum("sgd,vd->sgv", x, weights, preferred_element_type=result_type))
     assert got.dtype == (result_type or dtype)
