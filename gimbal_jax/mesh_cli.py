@@ -67,7 +67,7 @@ def plan(
             token_budget=token_budget,
             exchange=exchange,
         )
-        architecture = architecture if dtype == "auto" else replace(architecture, dtype=dtype)
+        architecture = architecture if dtype == "auto" else replace(architecture, dtype=dtype, weights_dtype=dtype)
         request = PlanRequest(architecture, gpu, count, engine, memory_utilisation, request_tokens, output_tokens)
         plans = plan_meshes(request)
         if tp is not None:

@@ -49,7 +49,7 @@ def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any
 
 
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters of the model as shapes with shardings; no memory is used."""
+    """Graph and parameters, of this type, as shapes with shardings; no memory is used."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, dtype, mesh.shape["tp"])))
 
     def placed(variable: nnx.Variable) -> nnx.Variable:

@@ -138,9 +138,10 @@ def slots_bytes(
     parts. Per pair: four int32, and for few tokens its place among all slots. And copies of the weights of some slots.
     """
     row = item * (hidden + 2 * intermediate) * (1 if item == weights_item else PARTS)
-    few = is_few(tokens, k, slots, ranks)
-    rows = math.gcd(slots, SLOTS_AT_ONCE) * tokens if few else slots * slot_rows(tokens, k, slots, ranks)
-    copies = min(slots, SLOTS_AT_ONCE) * 3 * hidden * intermediate * weights_item
+    few, rows_of_slot = is_few(tokens, k, slots, ranks), slot_rows(tokens, k, slots, ranks)
+    at_once = math.gcd(slots, SLOTS_AT_ONCE) if few else _tiles_at_once(rows_of_slot, slots)
+    rows = at_once * tokens if few else slots * rows_of_slot
+    copies = at_once * 3 * hidden * intermediate * weights_item
     pairs = tokens * k * (16 + (5 * slots if few else 0))
     return rows * row + tokens * (8 + 2 * PARTS) * hidden + pairs + copies + 2**20
 
@@ -148,6 +149,11 @@ def slots_bytes(
 def is_few(tokens: int, k: int, slots: int, ranks: int) -> bool:
     """Whether a loop over the slots in use takes less time than one product that reads the weights of all."""
     return tokens * k <= FEW_SLOTS * slots * ranks
+
+
+def _tiles_at_once(rows: int, slots: int) -> int:
+    """Of decoding hardly any tile is left."""
+    return min(slots, SLOTS_AT_ONCE) if rows > TILE else 1
 
 
 def _by_chunks(
@@ -237,8 +243,8 @@ def _by_slots(
     def ffn(token_BC: jax.Array, gate_up_BDF: jax.Array, down_BFD: jax.Array) -> jax.Array:
         """What experts make of a batch of some tokens each. The barriers keep XLA from computing anything anew."""
         if in_parts:
-            part_B3C = jnp.arange(PARTS)[:, None] * tokens + token_BC[:, None]
-            gate_up_BCF = product_of_parts("bcd,bdf->bcf", x_rows[part_B3C], gate_up_BDF, 1)
+            x_BZCD = x_rows[jnp.arange(PARTS)[:, None] * tokens + token_BC[:, None]]
+            gate_up_BCF = product_of_parts("bcd,bdf->bcf", x_BZCD, gate_up_BDF, 1)
         else:
             gate_up_BCF = product("bcd,bdf->bcf", x_rows[token_BC], gate_up_BDF)
         return jax.lax.optimization_barrier(product("bcf,bfd->bcd", swiglu(gate_up_BCF), down_BFD))
@@ -266,7 +272,7 @@ def _by_slots(
     # Each token is split once, and its parts are copied to where they are needed.
     in_parts = x_ND.dtype != gate_up_PDF.dtype
     x_rows = split(x_ND, 0).reshape(PARTS * tokens, -1) if in_parts else jax.lax.optimization_barrier(x_ND)
-    tiles_at_once = SLOTS_AT_ONCE if rows > TILE else 1  # of decoding hardly any are left
+    tiles_at_once = _tiles_at_once(rows, slots)
     tiles_P = -(-jnp.maximum(size_P - rows, 0) // tile)
     end_tile_P = jnp.cumsum(tiles_P)
     first_tile_P = end_tile_P - tiles_P

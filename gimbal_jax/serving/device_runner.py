@@ -68,6 +68,8 @@ class DeviceRunner:
     ) -> None:
         """``weights`` stand in the slot order of ``slot_of_expert_LE`` and are shared, not copied.
 
+        They may have another type than ``dtype``, that of hidden states and KV pages (see ``pallas_kernels.product``).
+
         Programs are taken from ``programs`` and kept there, if it is given.
         """
         self.model, self.config, self.mesh = model, config, mesh
