@@ -172,8 +172,28 @@ def table_of(load: str, rounds: Sequence[Round]) -> Table:
 def measure(
     bench: Bench, server: Server, number: int, loads: Sequence[tuple[Lengths, str]], rates: Mapping[str, float]
 ) -> Round:
-    """One server's turn in a round: by load, by name of what was measured. All servers get the same prompts in it."""
+    """One server's turn in a round: by load, by name of what was measured. All servers get the same prompts in it.
+
+    A peer that fails loses the rest of its turn, but in round 0, by which the rates are chosen.
+    """
     results: Round = {}
+    try:
+        _measure(bench, server, number, loads, rates, results)
+    except SystemExit as failure:
+        if server.name == OURS or number == 0:
+            raise
+        console.print(f"round {number} {server.name} ends early: {failure}", soft_wrap=True)
+    return results
+
+
+def _measure(
+    bench: Bench,
+    server: Server,
+    number: int,
+    loads: Sequence[tuple[Lengths, str]],
+    rates: Mapping[str, float],
+    results: Round,
+) -> None:
     with serving(server.command, server.model, bench.folder / f"{server.name}.log") as (port, pid):
 
         def put(lengths: Lengths, count: int, rate: float, seed: int) -> dict[str, float]:
@@ -186,7 +206,6 @@ def measure(
             count, rate = (bench.offline, inf) if offline else (bench.online, rates[lengths])
             result = results[f"{lengths}-{arrivals}"] = put(lengths, count, rate, seed)
             say(number, f"{lengths}-{arrivals}", server.name, result)
-    return results
 
 
 def say(number: int, load: str, name: str, result: Mapping[str, float]) -> None:

@@ -231,6 +231,24 @@ def test_rounds_rotate_and_are_written(bench, monkeypatch):
     assert record["rounds"]["fixed-offline"][1]["s"] == {"tokens_per_s": 10.0}
 
 
+@pytest.mark.parametrize(("name", "number"), [("a", 1), ("gimbal", 1), ("a", 0)])
+def test_a_peer_that_fails_loses_the_rest_of_its_turn(bench, monkeypatch, name, number):
+    real = bench_peers.put_load
+
+    def put_load(loadgen, model, port, served, load, pid):
+        if load.rate < inf:
+            raise SystemExit("1 requests failed")
+        return real(loadgen, model, port, served, load, pid)
+
+    monkeypatch.setattr(bench_peers, "put_load", put_load)
+    loads = [("fixed", "offline"), ("fixed", "online")]
+    if (name, number) == ("a", 1):
+        assert list(bench_peers.measure(bench, pretender(name), number, loads, {"fixed": 1.0})) == ["fixed-offline"]
+    else:
+        with pytest.raises(SystemExit, match="1 requests failed"):
+            bench_peers.measure(bench, pretender(name), number, loads, {"fixed": 1.0})
+
+
 BURNS = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
 
 
