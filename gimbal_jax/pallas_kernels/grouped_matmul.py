@@ -97,7 +97,7 @@ def grouped_ffn(
     match backend:
         case "xla":
             tokens, k = place_Nk.shape
-            few = is_few(tokens, k, len(size_P), ranks)
+            few = _is_few(tokens, k, len(size_P), ranks)
             return _by_used_slots(*arrays) if few else _by_slots(*arrays, ranks)
         case "mosaic":
             if {x_ND.dtype, gate_up_PDF.dtype, down_PFD.dtype} != {jnp.dtype(jnp.bfloat16)}:
@@ -138,7 +138,7 @@ def slots_bytes(
     parts. Per pair: four int32, and for few tokens its place among all slots. And copies of the weights of some slots.
     """
     row = item * (hidden + 2 * intermediate) * (1 if item == weights_item else PARTS)
-    few, rows_of_slot = is_few(tokens, k, slots, ranks), slot_rows(tokens, k, slots, ranks)
+    few, rows_of_slot = _is_few(tokens, k, slots, ranks), slot_rows(tokens, k, slots, ranks)
     at_once = math.gcd(slots, SLOTS_AT_ONCE) if few else _tiles_at_once(rows_of_slot, slots)
     rows = at_once * tokens if few else slots * rows_of_slot
     copies = at_once * 3 * hidden * intermediate * weights_item
@@ -146,7 +146,7 @@ def slots_bytes(
     return rows * row + tokens * (8 + 2 * PARTS) * hidden + pairs + copies + 2**20
 
 
-def is_few(tokens: int, k: int, slots: int, ranks: int) -> bool:
+def _is_few(tokens: int, k: int, slots: int, ranks: int) -> bool:
     """Whether a loop over the slots in use takes less time than one product that reads the weights of all."""
     return tokens * k <= FEW_SLOTS * slots * ranks
 
