@@ -233,7 +233,7 @@ def test_rounds_rotate_and_are_written(bench, monkeypatch):
 
 @pytest.mark.parametrize(("name", "number"), [("a", 1), ("gimbal", 1), ("a", 0)])
 def test_a_peer_that_fails_loses_the_rest_of_its_turn(bench, monkeypatch, name, number):
-    real = bench_peers.put_load
+    real = peer_server.put_load
 
     def put_load(loadgen, model, port, served, load, pid):
         if load.rate < inf:
@@ -241,7 +241,7 @@ def test_a_peer_that_fails_loses_the_rest_of_its_turn(bench, monkeypatch, name, 
         return real(loadgen, model, port, served, load, pid)
 
     monkeypatch.setattr(bench_peers, "put_load", put_load)
-    loads = [("fixed", "offline"), ("fixed", "online")]
+    loads: list[tuple[Lengths, str]] = [("fixed", "offline"), ("fixed", "online")]
     if (name, number) == ("a", 1):
         assert list(bench_peers.measure(bench, pretender(name), number, loads, {"fixed": 1.0})) == ["fixed-offline"]
     else:

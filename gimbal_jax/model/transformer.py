@@ -116,8 +116,9 @@ def _attend_one_engine(
     """Write this engine's new keys and values, then attend. The leading axis is this engine's (1)."""
 
     def write_pages(pages: jax.Array, new: jax.Array) -> jax.Array:
-        flat = pages[0].reshape(-1, *pages.shape[3:])
-        return flat.at[write[0]].set(new[0].astype(flat.dtype), mode="drop").reshape(pages.shape)
+        # Into the pages as they are: flattened, those of a single KV head would be copied as a whole, and back.
+        page, offset = jnp.divmod(write[0], pages.shape[2])
+        return pages.at[0, page, offset].set(new[0].astype(pages.dtype), mode="drop")
 
     k_pages, v_pages = write_pages(k_pages, k), write_pages(v_pages, v)
     rows, tiles = rows_and_tiles(q.shape[1], count.shape[1], tile)

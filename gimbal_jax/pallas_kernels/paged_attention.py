@@ -59,7 +59,7 @@ def paged_attention(
     args = q_GQHD, k_pages, v_pages, page_table_GM, start_G, count_G
     match backend:
         case "xla":
-            form = _by_blocks if q_GQHD.shape[1] > 1 else _by_wide_blocks
+            form = _by_wide_blocks if q_GQHD.shape[1] == 1 < k_pages.shape[2] else _by_blocks
             return form(q_GQHD / math.sqrt(q_GQHD.shape[-1]), *args[1:], window=window)
         case "mosaic":
             return attend_pages(*args, window=window, interpret=None)

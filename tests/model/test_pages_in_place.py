@@ -1,0 +1,43 @@
+"""A step writes new keys and values into the pages where they are."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gimbal_jax.config import EngineConfig, MeshConfig
+from gimbal_jax.model.hf_config import PRESETS
+from gimbal_jax.model.inputs import step_shape
+from gimbal_jax.model.sharding import make_mesh
+from gimbal_jax.model.step import abstract_model, abstract_state, step
+from gimbal_jax.model.transformer import StepLayout
+from gimbal_jax.serving.batch import blank
+
+MODEL = replace(PRESETS["Qwen3-30B-A3B"], num_layers=2, moe_layers=(1,), vocab_size=1000, hidden_size=64)
+ENGINE = EngineConfig(max_model_len=256, page_size=16, num_pages=40, max_rows=8, tile=32, token_budget=128)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bucket", [(8, 0), (8, 2)], ids=str)
+def test_no_pages_are_copied(tp, bucket):
+    """Down to a single KV head on a rank, whose axis XLA is free to put anywhere."""
+    mesh = make_mesh(MeshConfig(1, tp))
+    graph, weights = abstract_model(MODEL, jnp.float32, mesh)
+    shape = step_shape(ENGINE, bucket)
+    everywhere, by_engine = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("dp")))
+    run = jax.jit(partial(step, graph, StepLayout(mesh, ENGINE.tile, "gather", "xla"), shape), donate_argnums=1)
+    compiled = run.lower(
+        weights,
+        abstract_state(MODEL, ENGINE, jnp.float32, mesh),
+        jax.ShapeDtypeStruct((len(MODEL.moe_layers), MODEL.num_experts), jnp.int32, sharding=everywhere),
+        jax.ShapeDtypeStruct((1, shape.packed), jnp.int32, sharding=by_engine),
+        blank(ENGINE, MODEL.vocab_size, 1),
+    ).compile()
+    pages = rf"f32\[1,{ENGINE.num_pages},{ENGINE.page_size},{MODEL.num_kv_heads // tp},{MODEL.head_dim}\]"
+    text = compiled.as_text()
+    assert text is not None and re.search(pages, text)
+    assert not re.findall(rf"^.*copy\S* = {pages}.*$", text, re.MULTILINE)
