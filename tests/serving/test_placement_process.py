@@ -112,10 +112,11 @@ def test_what_it_prints_is_no_answer():
         assert executor.submit(abs, -2).result() == 2
 
 
-def test_a_child_that_dies_at_work_fails_that_call_and_the_next_gets_a_new_one():
+def test_a_child_that_dies_at_work_fails_that_call_and_the_next_gets_a_new_one(tmp_path):
     with process() as executor:
-        pid = pid_of(executor)
-        slow = executor.submit(time.sleep, 60)
+        pid, at_work = pid_of(executor), tmp_path / "at work"
+        slow = executor.submit(exec, f"import time; open({str(at_work)!r}, 'w').close(); time.sleep(60)")
+        wait_for(at_work.exists)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"the placement process ended \(exit code -9\)"):
             slow.result(PATIENCE_S)
