@@ -22,7 +22,7 @@ DispatchPolicy = Literal[
 ]
 PressureForm = Literal["sum", "max"]
 QueuePolicy = Literal["sjf_aging", "fcfs", "hrrn", "priority"]
-PlacementPolicy = Literal["gimbal", "gimbal_refined", "gimbal_uncalibrated", "eplb", "static"]
+PlacementPolicy = Literal["gimbal", "gimbal_refined", "gimbal_uncalibrated", "eplb", "eplb_hierarchical", "static"]
 OfflinePolicy = Literal["moetuner", "sem_moe"]
 """Policies that need a profile, not a window: for ``gimbal place``."""
 LoadTerm = Literal["square", "max"]
@@ -98,11 +98,18 @@ class MeshConfig:
 
     dp: int = 1
     tp: int = 1
+    nodes: int = 1
+    """Machines that the ranks are spread over, evenly and in order."""
 
     @property
     def ranks(self) -> int:
         """Expert-parallel ranks R; rank ``r`` belongs to source ``r // tp``."""
         return self.dp * self.tp
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Rank ``r`` is on node ``r // ranks_per_node``."""
+        return self.ranks // self.nodes
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,8 @@ class DispatchConfig:
     """Weights of KV use and of excess expert pressure in the score, each times the token budget."""
     expert_pressure: PressureForm = "sum"
     """Pressure of an engine's ranks: what they process together, or what the fullest of them does, layer by layer."""
+    affinity: bool = False
+    """Whether engines with close scores are told apart by how near the experts are that a prompt is likely to use."""
     close_scores: float = 0.37
     """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
 
@@ -182,6 +191,9 @@ class PlacementConfig:
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 0.1
+    far_distance: float = 9.0
+    """Distance of a rank on another node; one of another source on the same node has 1. The default is an H100's
+    NVLink, 450 GB/s, over its share of the network, a 400 Gb/s card."""
     load_term: LoadTerm = "square"
     """How uneven rank loads count: by the mean square of their deviations, or by the fullest rank alone."""
     min_gain: float = 0.02

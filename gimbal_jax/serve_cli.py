@@ -112,7 +112,7 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),
-        DispatchConfig(policy=options.dispatch),
+        DispatchConfig(policy=options.dispatch, affinity=options.affinity == "on"),
         QueueConfig(policy=options.queue),
         PlacementConfig(
             policy=options.placement,

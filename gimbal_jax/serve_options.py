@@ -28,11 +28,12 @@ from gimbal_jax.devices import DEVICES_HELP, DTYPE_HELP
 
 DEFAULT_MODEL_LEN = 4096
 
-_model, _mesh, _engine, _scheduling, _network, _access, _http, _operation = (
+_model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _operation = (
     partial(typer.Option, rich_help_panel=panel)
     for panel in (
         "Model",
         "Mesh and devices",
+        "Several machines",
         "Engine",
         "Scheduling",
         "Network",
@@ -75,6 +76,31 @@ class ServeOptions:
         "~/.cache/gimbal_jax"
     )
 
+    coordinator: Annotated[
+        str | None,
+        _processes(
+            help="HOST:PORT of process 0 for jax.distributed, or `auto` under SLURM, Open MPI and Kubernetes, "
+            "where jax finds it and the next two by itself."
+        ),
+    ] = None
+    processes: Annotated[
+        int | None, _processes(min=1, help="Processes that serve together, one or more a machine.")
+    ] = None
+    process: Annotated[int | None, _processes(min=0, help="Which of them this is; 0 leads and takes requests.")] = None
+    secret_file: Annotated[
+        Path | None, _processes(help="File with a secret that all processes share, at least 16 characters.")
+    ] = None
+    command_port: Annotated[
+        int | None,
+        _processes(
+            min=1, max=65535, help="Port of process 0 for its commands; default the one after the coordinator's."
+        ),
+    ] = None
+    command_cert: Annotated[
+        Path | None, _processes(help="PEM file of the one certificate that followers accept: commands go by TLS.")
+    ] = None
+    command_key: Annotated[Path | None, _processes(help="PEM file of its private key; process 0 needs it.")] = None
+
     max_model_len: Annotated[
         int | None, _engine(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
     ] = None
@@ -98,6 +124,10 @@ class ServeOptions:
     ] = "on"
 
     dispatch: Annotated[DispatchPolicy, _scheduling(help="Which engine gets a request.")] = DispatchConfig.policy
+    affinity: Annotated[
+        Literal["on", "off"],
+        _scheduling(help="Whether `gimbal` breaks ties by how near the experts are that a prompt is likely to use."),
+    ] = "off"
     queue: Annotated[QueuePolicy, _scheduling(help="Which request an engine runs first.")] = QueueConfig.policy
     placement: Annotated[PlacementPolicy, _scheduling(help="Which rank holds each expert.")] = PlacementConfig.policy
     window_steps: Annotated[int, _scheduling(min=1, help="Steps of traffic before each placement decision.")] = (
@@ -111,6 +141,12 @@ class ServeOptions:
     ] = PlacementConfig.smoothing
     placement_file: Annotated[
         Path | None, _scheduling(help="Start from this .npz file's placement, or its last window's.")
+    ] = None
+    placement_state: Annotated[
+        Path | None,
+        _scheduling(
+            help="Start from this .npz file's placement if it is there, and keep it up to date with every change."
+        ),
     ] = None
     dump_counts: Annotated[Path | None, _scheduling(help="Folder to write every traffic window to.")] = None
     save: Annotated[
