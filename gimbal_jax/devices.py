@@ -19,7 +19,11 @@ DTYPE_HELP = (
 
 
 def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = MEMORY_UTILISATION) -> list[jax.Device]:
-    """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax."""
+    """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax.
+
+    Where several processes have joined they are those of all of them, and the mesh must take them all: who has no part
+    in a step cannot follow it.
+    """
     import jax
 
     platform, _, count = devices.partition(":")
@@ -35,6 +39,9 @@ def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = M
         available = jax.devices()
     except (RuntimeError, AssertionError) as error:  # without a plugin for the platform jax asserts
         raise ValueError(f"--devices {devices}: jax finds none of them") from error
+    if jax.process_count() > 1 and len(available) != mesh.ranks:
+        of_each = f"{jax.process_count()} processes with {jax.local_device_count()} devices each"
+        raise ValueError(f"dp * tp = {mesh.ranks}: must be all {len(available)} devices of {of_each}")
     if len(available) < mesh.ranks:
         wanted = f"dp * tp = {mesh.ranks} devices are needed and there are {len(available)} ({available[0].platform})"
         raise ValueError(f"{wanted}; for virtual CPU devices: --devices cpu:{mesh.ranks}")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
@@ -29,30 +27,28 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
-from gimbal_jax.devices import load_on_mesh, set_up_devices
-from gimbal_jax.host_memory import give_back_freed_memory, host_memory, reuse_freed_memory, use_huge_pages
+from gimbal_jax.devices import set_up_devices
+from gimbal_jax.processes import Processes, join_processes, nodes_of
 from gimbal_jax.serve_config import takes_serve_options
+from gimbal_jax.serve_group import end_process, ends_at_once, follow, gather
 from gimbal_jax.serve_options import DEFAULT_MODEL_LEN, ServeOptions
+from gimbal_jax.serve_runner import (
+    Checkpoint,
+    check_servable,
+    gather_pages,
+    load_runner,
+    peak_memory,
+    warm_up,
+    with_kv_pool,
+)
 from gimbal_jax.terminal import console, errors_said, progress_bar
 
 if TYPE_CHECKING:
     import jax
 
     from gimbal_jax.serving.gateway_config import GatewayConfig
-    from gimbal_jax.serving.programs import ProgramCache
     from gimbal_jax.serving.request_record import RequestRecord
     from gimbal_jax.serving.server import Server
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The model to serve."""
-
-    folder: Path
-    name: str
-    """For clients."""
-    config: ModelConfig
-    """With the type that weights get on these devices."""
 
 
 @takes_serve_options
@@ -63,11 +59,16 @@ def serve(options: ServeOptions) -> None:
     # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with errors_said():
+        processes = join_processes(options)
+    with ends_at_once(processes), errors_said():
         mesh = MeshConfig(options.dp, options.tp)
         devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
         checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")
         config = server_config(options, checkpoint.config, on_gpu=devices[0].platform == "gpu")
-        code = asyncio.run(serve_checkpoint(checkpoint, config, options, devices))
+        if processes is None or processes.leads:
+            code = asyncio.run(serve_checkpoint(checkpoint, config, options, devices, processes))
+        else:
+            code = follow(processes, checkpoint, config, options, devices)
     raise typer.Exit(code)
 
 
@@ -156,56 +157,37 @@ def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) ->
     )
 
 
-def program_cache(
-    folder: str, model: ModelConfig, config: ServerConfig, devices: list[jax.Device]
-) -> ProgramCache | None:
-    """Where compiled programs are kept; None if they are not."""
-    from gimbal_jax.serving.programs import ProgramCache, programs_key
-
-    if folder == "off":
-        return None
-    try:
-        programs = Path(folder).expanduser() / "programs"
-    except RuntimeError as error:  # there is no home
-        console.print(f"compiled programs are not kept: --compile-cache {folder}: {error}")
-        return None
-    mesh_devices = devices[: config.mesh.ranks]
-    return ProgramCache(programs, programs_key(model, config, model.dtype, mesh_devices), mesh_devices, console.print)
-
-
 async def serve_checkpoint(
-    checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions, devices: list[jax.Device]
+    checkpoint: Checkpoint,
+    config: ServerConfig,
+    options: ServeOptions,
+    devices: list[jax.Device],
+    processes: Processes | None = None,
 ) -> int:
-    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code."""
-    from gimbal_jax.model.orbax_checkpoint import check_target, save_orbax
-    from gimbal_jax.model.sharding import check_mesh
-    from gimbal_jax.model.step import check_kernels
-    from gimbal_jax.pallas_kernels import backend_of
+    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code. Of many processes this one leads."""
+    from gimbal_jax.model.orbax_checkpoint import save_orbax
     from gimbal_jax.scheduler.counts_file import load_placement_of
-    from gimbal_jax.serving.batch import step_buckets
+    from gimbal_jax.serving.commands import Stop
     from gimbal_jax.serving.counts_dump import CountsDump
-    from gimbal_jax.serving.device_runner import DeviceRunner
-    from gimbal_jax.serving.engine import check_limits
     from gimbal_jax.serving.gateway import Gateway
     from gimbal_jax.serving.gateway_config import check_gateway
     from gimbal_jax.serving.grpc_server import serve as serve_grpc
-    from gimbal_jax.serving.kv_pool import size_kv_pool
     from gimbal_jax.serving.model_files import load_model_files
     from gimbal_jax.serving.network import check_network
     from gimbal_jax.serving.placement_process import PlacementProcess
+    from gimbal_jax.serving.placement_state import PlacementState
     from gimbal_jax.serving.rebalance import move_to
     from gimbal_jax.serving.server import Server
 
     # Everything that can be refused is refused before the weights are read.
     model, network = checkpoint.config, network_config(options)
-    if options.save is not None:
-        check_target(options.save)
     check_network(network)
-    check_mesh(model, config.mesh)
-    check_limits(config.engine)
-    step_buckets(config.engine, config.mesh.tp)
-    check_kernels(model, config.engine, config.mesh.tp, model.dtype, backend_of(devices[0]))
+    check_servable(checkpoint, config, options, devices)
     start_LE = load_placement_of(options.placement_file, model, config.mesh) if options.placement_file else None
+    kept = None
+    if options.placement_state is not None:
+        kept = PlacementState(options.placement_state, model, config.mesh)
+        start_LE = kept.found_LE if kept.found_LE is not None else start_LE
     files = load_model_files(checkpoint.folder, checkpoint.name)
     dump = None
     if options.dump_counts is not None:
@@ -222,34 +204,26 @@ async def serve_checkpoint(
         gateway = Gateway(http, console.print)
     with contextlib.ExitStack() as stack:
         observers = _observers(options, checkpoint.name, stack)
-        if options.num_pages is None:
-            config, said = size_kv_pool(model, config, devices[0])
-            console.print(said)
-        programs = program_cache(options.compile_cache, model, config, devices)
-        if programs is not None:
-            programs.read_ahead()
-        weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.weights_dtype)
-        runner = DeviceRunner(model, config, mesh, weights, slots, model.dtype, programs)
-        server = Server(model, config, runner, dump=dump, placement_executor=PlacementProcess())
+        config = with_kv_pool(model, config, options)
+        group = None
+        if processes is not None:
+            group = stack.enter_context(gather(processes, checkpoint, config, options))
+        runner = load_runner(checkpoint, config, options, devices, group)
+        if group is not None:
+            mesh = replace(config.mesh, nodes=nodes_of(group.hosts, config.mesh))
+            config = replace(config, mesh=mesh)
+        executor = PlacementProcess()
+        server = Server(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
+        if group is not None:
+            group.when_lost(server.abandon)
 
-        def warm_up() -> None:
-            with progress_bar("compiling") as progress:
-
-                def unless_draining(done: int, total: int) -> None:
-                    server.check_warming()
-                    progress(done, total)
-
-                runner.warm_up(unless_draining)
-            give_back_freed_memory()
-            reuse_freed_memory()
-            gc.collect()
-            gc.freeze()  # what is here now stays: looking through all of it again and again would stop ticks
+        def prepare() -> None:
+            warm_up(runner, server.check_warming)
             if start_LE is not None:
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already
-                console.print(f"serving{_peak_memory()}")
-            # Beside the first steps. Weights that move meanwhile leave their places, which harms nothing.
-            threading.Thread(target=use_huge_pages, args=[_places_on_host(runner.weights)], daemon=True).start()
+                console.print(f"serving{peak_memory()}")
+            gather_pages(runner)
 
         stop = asyncio.Event()
         _drain_on_signals(server, stop)
@@ -257,7 +231,7 @@ async def serve_checkpoint(
 
         def started(port: int) -> None:
             console.print(f"listening on {network.host}:{port}")
-            server.start(warm_up, on_end=lambda: loop.call_soon_threadsafe(stop.set))
+            server.start(prepare, on_end=lambda: loop.call_soon_threadsafe(stop.set))
 
         try:
             await serve_grpc(
@@ -274,31 +248,17 @@ async def serve_checkpoint(
             )
         finally:
             await asyncio.to_thread(server.stop)
-    if server.state == "failed":
-        console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
-        return 1
-    if options.save is not None:
-        with console.status("writing the checkpoint"):
-            save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
+        if server.state == "failed":
+            console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
+            if group is not None:
+                end_process(1)
+            return 1
+        if group is not None:
+            group.send(Stop(), runner.layout)
+        if options.save is not None:
+            with console.status("writing the checkpoint"):
+                save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
     return 0
-
-
-def _places_on_host(weights: Any) -> list[tuple[int, int]]:
-    """Address and bytes of the weights that CPU devices hold; every step reads through them."""
-    import jax
-
-    shards = [shard for array in jax.tree.leaves(weights) for shard in array.addressable_shards]
-    return [
-        (shard.data.unsafe_buffer_pointer(), shard.data.nbytes) for shard in shards if shard.device.platform == "cpu"
-    ]
-
-
-def _peak_memory() -> str:
-    """In words; none where the system does not say."""
-    try:
-        return f"; peak memory {host_memory().peak / 2**30:.1f} GiB"
-    except OSError:
-        return ""
 
 
 def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:

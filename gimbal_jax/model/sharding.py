@@ -76,3 +76,13 @@ def spec_for(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> Pa
 def sharding_for(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """``spec_for`` as a sharding on this mesh."""
     return NamedSharding(mesh, spec_for(axes, shape, mesh))
+
+
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array of the host on a mesh; where the mesh spans processes each of them gives the shards of its own devices.
+
+    What another process's array holds is not looked at, so that no process waits for the others here.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

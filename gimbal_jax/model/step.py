@@ -18,7 +18,7 @@ from gimbal_jax.config import EngineConfig, ModelConfig
 from gimbal_jax.model.inputs import Logprobs, PackedInputs, RareInputs, StepInputs, StepOutputs, StepShape, unpack
 from gimbal_jax.model.prompt_logprobs import prompt_logprobs
 from gimbal_jax.model.sampling import no_logprobs, sample
-from gimbal_jax.model.sharding import kv_heads_in_cache, sharding_for
+from gimbal_jax.model.sharding import kv_heads_in_cache, put, sharding_for
 from gimbal_jax.model.transformer import KVPages, Qwen3Moe, StepLayout
 from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.pallas_kernels.paged_attention_mosaic import mosaic_limits
@@ -190,4 +190,9 @@ def split_by_engine(inputs: Any) -> Any:
 
 def put_by_engine(inputs: Any, mesh: Mesh) -> Any:
     """Inputs of steps, on the devices of the engines that they are for."""
-    return jax.device_put(inputs, jax.tree.map(partial(NamedSharding, mesh), split_by_engine(inputs)))
+    return jax.tree.map(lambda array, spec: put(array, NamedSharding(mesh, spec)), inputs, split_by_engine(inputs))
+
+
+def put_new(inputs: Any, old: Any, mesh: Mesh) -> Any:
+    """``put_by_engine``, but for arrays that are those of ``old``, which is on the devices already."""
+    return jax.tree.map(lambda array, known: known if array is known else put_by_engine(array, mesh), inputs, old)

@@ -1,0 +1,142 @@
+"""What the process that leads tells the others to do, in order, and its bytes.
+
+Every process has the same programs. A step's bytes are those of the engines whose devices the receiver holds: the
+packed inputs of these engines, and of the rare ones only what somebody asks for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, unused
+from gimbal_jax.scheduler.migration import Round
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of all engines."""
+
+    bucket: Bucket
+    packed_SX: np.ndarray
+    rare: RareInputs
+    """Arrays that are not those of ``Layout.blank`` are asked for."""
+
+
+@dataclass(frozen=True)
+class TakeCounts:
+    """Set the counters aside; they start anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Migrate:
+    """One round of moves."""
+
+    layer: int
+    moves: Round
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The last command: what the options want at the end comes next, in all processes together."""
+
+
+Command = Step | TakeCounts | Migrate | Stop
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What sender and receiver know before any command."""
+
+    shape_of: Callable[[Bucket], StepShape]
+    blank: RareInputs
+    """Inputs that ask for nothing; only its shapes and types are read, so they may be on the devices."""
+    engines_of_process: tuple[slice, ...]
+    """The engines that have devices in each process; they are consecutive."""
+
+
+class Followers(Protocol):
+    """The other processes, to the one that leads."""
+
+    def send(self, command: Command, layout: Layout) -> None:
+        """Have them all do it, after what they were told before. Raises where one of them is gone."""
+
+    def compiles_after_warmup(self) -> int:
+        """Of all of them, as far as they have told."""
+
+
+_STEP, _TAKE_COUNTS, _MIGRATE, _STOP = range(4)
+_HEAD = struct.Struct("<BIII")
+"""Kind, and three numbers: rows, tiles and a bit for each rare array; layer and moves."""
+_RARE = tuple(RareInputs.__dataclass_fields__)
+
+
+def engines_by_process(mesh: jax.sharding.Mesh) -> tuple[slice, ...]:
+    """``Layout.engines_of_process`` of a mesh; raises ValueError where a process has no part in it."""
+    process_ST = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    engines = [np.flatnonzero((process_ST == process).any(axis=1)) for process in range(jax.process_count())]
+    if not all(map(len, engines)):
+        raise ValueError(f"process {list(map(len, engines)).index(0)} has no devices in the mesh")
+    return tuple(slice(int(own[0]), int(own[-1]) + 1) for own in engines)
+
+
+def encode(command: Command, layout: Layout, process: int) -> bytes:
+    """The bytes for this process."""
+    engines = layout.engines_of_process[process]
+    match command:
+        case Step(bucket, packed_SX, rare):
+            asked = {
+                bit: array
+                for bit, name in enumerate(_RARE)
+                if (array := getattr(rare, name)) is not getattr(layout.blank, name)
+            }
+            parts = [array[engines] if array.ndim else array for array in asked.values()]
+            head = _HEAD.pack(_STEP, *bucket, sum(1 << bit for bit in asked))
+            return b"".join([head, packed_SX[engines].tobytes(), *(part.tobytes() for part in parts)])
+        case TakeCounts():
+            return _HEAD.pack(_TAKE_COUNTS, 0, 0, 0)
+        case Migrate(layer, moves):
+            arrays = moves.src_slot, moves.dst_slot, moves.slot_of_expert_E
+            head = _HEAD.pack(_MIGRATE, layer, len(moves.src_slot), 0)
+            return head + b"".join(array.astype("<i4").tobytes() for array in arrays)
+        case Stop():
+            return _HEAD.pack(_STOP, 0, 0, 0)
+
+
+def decode(data: bytes, layout: Layout, process: int) -> Command:
+    """The command of ``encode`` for this process; what it says of other engines' inputs means nothing."""
+    kind, *numbers = _HEAD.unpack_from(data)
+    rest = memoryview(data)[_HEAD.size :]
+    if kind == _STEP:
+        return _decode_step(rest, (numbers[0], numbers[1]), numbers[2], layout, process)
+    if kind == _TAKE_COUNTS:
+        return TakeCounts()
+    if kind == _MIGRATE:
+        layer, count, _ = numbers
+        values = np.frombuffer(rest, "<i4")
+        return Migrate(layer, Round(values[:count], values[count : 2 * count], values[2 * count :]))
+    return Stop()
+
+
+def _decode_step(rest: memoryview, bucket: Bucket, asked: int, layout: Layout, process: int) -> Step:
+    blank, shape, engines = layout.blank, layout.shape_of(bucket), layout.engines_of_process[process]
+    sources = len(blank.prompt_tokens_SR)
+    packed_SX = unused(sources, shape)
+    own = packed_SX[engines]
+    own[...] = np.frombuffer(rest, np.int32, own.size).reshape(own.shape)
+    at = own.nbytes
+    arrays: dict[str, np.ndarray] = {}
+    for bit, name in enumerate(_RARE):
+        if asked >> bit & 1:
+            like = getattr(blank, name)
+            array = np.zeros(like.shape, like.dtype)
+            part = array[engines] if array.ndim else array
+            part[...] = np.frombuffer(rest[at:], like.dtype, part.size).reshape(part.shape)
+            arrays[name] = array
+            at += part.nbytes
+    return Step(bucket, packed_SX, replace(blank, **arrays))
