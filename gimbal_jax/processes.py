@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from itertools import groupby
 
 from gimbal_jax.config import MeshConfig
 from gimbal_jax.serve_options import ServeOptions
+from gimbal_jax.terminal import console
 
 AUTO = "auto"
 JOIN_S = 300
@@ -71,14 +71,12 @@ def explicit_processes(options: ServeOptions) -> Processes:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise OSError, in words, where nothing can listen on a port."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise OSError(f"process 0 cannot listen on {host}:{port}: {error.strerror}") from error
+    """Raise OSError, in words, where nothing can listen on a port; a host's name may not be known yet."""
+    any_address = "" if _ip(host) is None else host
+    try:
+        socket.create_server((any_address, port), family=_family(any_address)).close()
+    except OSError as error:
+        raise OSError(f"process 0 cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def nodes_of(hosts: Sequence[str], mesh: MeshConfig) -> int:
@@ -101,6 +99,8 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
     import jax
     from jax._src import distributed  # the only place that tells what was found
 
+    if processes is not None:
+        console.print(f"process {processes.index}: waiting for all {processes.count} at {options.coordinator}")
     # It would catch SIGTERM, which is ours to drain by.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -109,6 +109,8 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
             coordinator_address=address_of(processes.coordinator) if processes else None,
             num_processes=processes.count if processes else None,
             process_id=processes.index if processes else None,
+            # Of what jax finds by itself it must not take the devices: one for each process.
+            local_device_ids=[],
             cluster_detection_method="deactivate" if processes else None,
             initialization_timeout=JOIN_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
@@ -116,9 +118,6 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
         )
     except ValueError as error:
         raise ValueError(f"--coordinator {options.coordinator}: jax finds no other processes here: {error}") from error
-    except RuntimeError as error:
-        reason = re.split(r"\n|\. ", str(error))[0]
-        raise ValueError(f"--coordinator {options.coordinator}: not all processes came: {reason}") from error
     if processes is not None:
         return processes
     found = distributed.global_state
@@ -135,8 +134,15 @@ def address_of(address: tuple[str, int]) -> str:
 
 def _bind_address(coordinator: tuple[str, int]) -> str | None:
     """Where process 0 listens: at this address alone, unless it is a name, which may not be this machine's own."""
+    return address_of(coordinator) if _ip(coordinator[0]) else None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(coordinator[0])
+        return ipaddress.ip_address(host)
     except ValueError:
         return None
-    return address_of(coordinator)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,7 @@ from gimbal_jax.config import ServerConfig
 from gimbal_jax.processes import Processes
 from gimbal_jax.serve_options import ServeOptions
 from gimbal_jax.serve_runner import Checkpoint, check_servable, gather_pages, load_runner, warm_up, with_kv_pool
+from gimbal_jax.serving.command_link import ChannelError, PeerLost
 from gimbal_jax.terminal import console
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ GATHER_S = 600.0
 """For all processes to come and agree: some read a checkpoint's fingerprint from slow disks."""
 END_S = 5.0
 """For streams and messages to end after a process was lost; threads that hang are not waited for."""
+EXPLAIN_S = 1.0
+"""A collective fails a moment before the channel says who is gone."""
 HOST = "host"
 
 
@@ -42,6 +46,8 @@ class Group:
         self._channel = channel
         self._tell: Callable[[str], None] | None = None
         self._lock = threading.Lock()
+        self._is_lost, self._reason = threading.Event(), ""
+        self._commands, self._seconds = 0, 0.0
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """From now on ``tell`` hears of a follower that is lost, and the process ends in ``END_S`` at the latest;
@@ -55,6 +61,8 @@ class Group:
             if self._tell is None:
                 console.print(reason)
                 end_process(1)
+            self._reason = self._reason or reason
+            self._is_lost.set()
             self._tell(reason)
             timer = threading.Timer(END_S, end_process, [1])
             timer.daemon = True
@@ -63,10 +71,22 @@ class Group:
     def send(self, command: Command, layout: Layout) -> None:
         from gimbal_jax.serving.commands import encode
 
+        began = time.perf_counter()
         self._channel.send([encode(command, layout, process) for process in range(1, len(self.hosts))])
+        self._commands += 1
+        self._seconds += time.perf_counter() - began
 
     def compiles_after_warmup(self) -> int:
         return sum(int(said or 0) for said in self._channel.announced)
+
+    def explain(self, error: Exception) -> Exception:
+        return PeerLost(self._reason) if self._is_lost.wait(EXPLAIN_S) else error
+
+    def cost(self) -> str:
+        """What commands took so far, in words."""
+        commands, followers = max(self._commands, 1), len(self.hosts) - 1
+        size, took = self._channel.bytes_sent / commands / followers, self._seconds / commands
+        return f"{self._commands:,} commands to each of {followers} processes: {size:,.0f} bytes, {took * 1e6:.0f} us"
 
 
 @contextlib.contextmanager
@@ -92,11 +112,12 @@ def gather(
             found = channel.gather(_facts(checkpoint, config, options), GATHER_S, console.print)
         group = Group(channel, [socket.gethostname(), *(about[HOST] for about in found)])
         channel.watch(group.lost)
-        console.print(f"{processes.count} processes on {len(set(group.hosts))} machines agree")
+        console.print(f"{processes.count} processes agree, on {', '.join(dict.fromkeys(group.hosts))}")
         yield group
     except BaseException as error:
         channel.close(f"process 0 failed: {error}")
         raise
+    console.print(group.cost())
     channel.close()
 
 
@@ -119,9 +140,9 @@ def follow(
     channel.watch(_leader_lost)
     failure = "it ended"
     try:
+        _leave_signals_to_leader()
         runner = load_runner(checkpoint, config, options, devices)
         warm_up(runner)
-        _leave_signals_to_leader()
         gather_pages(runner)
         console.print(f"process {processes.index} follows")
         while not isinstance(command := decode(channel.receive(), runner.layout, processes.index), Stop):
@@ -194,8 +215,6 @@ def _secret(options: ServeOptions) -> bytes:
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """What keeps processes from coming together is for the user to mend."""
-    from gimbal_jax.serving.command_link import ChannelError
-
     try:
         yield
     except ChannelError as error:

@@ -1,0 +1,118 @@
+"""``gimbal serve`` in several processes on one machine, and load on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.serving.client_records import ClientError, Unavailable
+from gimbal_jax.serving.server_process import free_port
+from tests.multihost.processes import Process, started
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "goldens" / "base"
+GIMBAL = Path(sys.executable).with_name("gimbal")
+# Two shapes of steps to compile. Placements are decided when somebody asks.
+LIMITS = (
+    *("--max-rows", "2", "--token-budget", "8", "--tile", "8", "--page-size", "4", "--num-pages", "200"),
+    *("--max-queue", "1000", "--placement", "eplb", "--window-steps", "1000000"),
+)
+SECRET = "the secret of these tests"
+START_S = 240
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A server that serves; its first process leads."""
+
+    processes: list[Process]
+    client: GimbalClient
+    target: str
+
+    @property
+    def leader(self) -> Process:
+        return self.processes[0]
+
+
+def secret_file(folder: Path, secret: str = SECRET) -> Path:
+    path = folder / "secret"
+    path.write_text(secret + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def serve_commands(
+    folder: Path, processes: int, devices: int, options: tuple[str, ...], model: Path = FOLDER
+) -> list[list[str]]:
+    """A command for each process; free ports are chosen anew each time."""
+    usual = [str(GIMBAL), "serve", str(model), "--devices", f"cpu:{devices}", *LIMITS, *options]
+    usual += ["--compile-cache", str(folder / "compiled")]
+    if processes == 1:
+        return [usual]
+    usual += ["--coordinator", f"127.0.0.1:{free_port()}", "--command-port", str(free_port())]
+    usual += ["--processes", str(processes), "--secret-file", str(secret_file(folder))]
+    return [[*usual, "--process", str(process)] for process in range(processes)]
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    folder: Path, processes: int, devices: int, dp: int, tp: int, *options: str
+) -> AsyncIterator[Cluster]:
+    """So many processes with so many devices each, serving. Options are for all of them. Killed at the end."""
+    target = f"127.0.0.1:{free_port()}"
+    mesh = ("--dp", str(dp), "--tp", str(tp), "--port", target.rpartition(":")[2])
+    with started(serve_commands(folder, processes, devices, (*mesh, *options))) as running:
+        await _serving(running, target)
+        async with GimbalClient(target) as client:
+            yield Cluster(running, client, target)
+
+
+async def _serving(running: list[Process], target: str) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        assert time.monotonic() < deadline and all(process.popen.poll() is None for process in running), printed(
+            running
+        )
+        with contextlib.suppress(Unavailable):
+            async with GimbalClient(target) as client:
+                if await client.is_serving():
+                    return
+        await asyncio.sleep(0.2)
+
+
+def printed(running: list[Process]) -> str:
+    return "\n".join(f"--- process {index}\n{process.output()}" for index, process in enumerate(running))
+
+
+async def answer(client: GimbalClient, i: int, max_tokens: int = 24) -> tuple[list[int], str]:
+    """Greedy tokens of one stream, and how it ended: a finish reason, or a status and its text."""
+    rng = np.random.default_rng(i)
+    prompt = rng.integers(3, 128, rng.integers(1, 20)).tolist()
+    tokens, end = [], ""
+    try:
+        async for chunk in client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+            tokens += chunk.token_ids
+            end = chunk.finish_reason or ""
+    except ClientError as error:
+        end = f"{error.code.name}: {error}"
+    return tokens, end
+
+
+async def answers(client: GimbalClient, count: int, max_tokens: int = 24) -> list[tuple[list[int], str]]:
+    return await asyncio.gather(*(answer(client, i, max_tokens) for i in range(count)))
+
+
+async def exit_codes(running: list[Process], timeout_s: float) -> list[int | None]:
+    """Of all processes, when they have ended or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while (codes := [process.popen.poll() for process in running]).count(None) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return codes
