@@ -18,8 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gimbal_jax.config import DispatchConfig, DispatchPolicy, EngineConfig, PlacementConfig, QueueConfig
+from gimbal_jax.config import DispatchConfig, DispatchPolicy, EngineConfig, MeshConfig, PlacementConfig, QueueConfig
 from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.exact import exact_answer
 from gimbal_jax.scheduler.greedy import greedy_rank_LE
 from gimbal_jax.scheduler.late import Room, Unbound, bind
@@ -96,11 +97,12 @@ def bind_late(engines: int, requests: int) -> Run:
     return lambda: bind(waiting, rooms_S, config, queue, 0, 8.0)
 
 
-def place(find: Callable[[Objective], object], layers: int, sources: int, ranks: int) -> Run:
+def place(find: Callable[[Objective], object], layers: int, sources: int, ranks: int, nodes: int = 1) -> Run:
     """A placement of 128 experts for a realistic window, from the contiguous one, objective included."""
     window = next(synthetic_windows(WindowConfig(layers, sources=sources, persistence=0.5), np.random.default_rng(0)))
-    slot_of_expert_LE = static_placement(layers, 128, ranks)
-    return lambda: find(window_objective(window.counts_LSE, slot_of_expert_LE, ranks, PlacementConfig()))
+    slot_of_expert_LE, config = static_placement(layers, 128, ranks), PlacementConfig()
+    apart_SR = distance_SR(MeshConfig(sources, ranks // sources, nodes), config.far_distance)
+    return lambda: find(window_objective(window.counts_LSE, slot_of_expert_LE, apart_SR, config))
 
 
 ROWS = [
@@ -115,8 +117,10 @@ ROWS = [
     Row("bind 256 requests, 16 engines", lambda: bind_late(16, 256)),
     Row("greedy, 48 layers, 4 ranks", lambda: place(greedy_rank_LE, 48, 2, 4), 15_000.0),
     Row("greedy, 94 layers, 64 ranks", lambda: place(greedy_rank_LE, 94, 8, 64)),
+    Row("greedy, 94 layers, 64 ranks on 8 nodes", lambda: place(greedy_rank_LE, 94, 8, 64, 8)),
     Row("refined, 48 layers, 4 ranks", lambda: place(refined_rank_LE, 48, 2, 4), 100_000.0),
     Row("refined, 94 layers, 64 ranks", lambda: place(refined_rank_LE, 94, 8, 64)),
+    Row("refined, 94 layers, 64 ranks on 8 nodes", lambda: place(refined_rank_LE, 94, 8, 64, 8)),
     Row("exact, 1 layer, 4 ranks (paper: 48 in 15 s)", lambda: place(exact_answer, 1, 2, 4)),
 ]
 

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gimbal_jax.config import LoadTerm, PlacementConfig, PlacementPolicy
+from gimbal_jax.config import LoadTerm, MeshConfig, PlacementConfig, PlacementPolicy
 from gimbal_jax.place import Answer, agreement
 from gimbal_jax.scheduler.counts_file import load_counts
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.exact import exact_answer
 from gimbal_jax.scheduler.objective import window_objective
-from gimbal_jax.scheduler.placement import propose, static_placement
-from gimbal_jax.scheduler.traffic import rank_of_expert
+from gimbal_jax.scheduler.placement import assign_slots, propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 
 KINDS = {
@@ -68,13 +68,13 @@ class Windows:
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray
     """In force."""
-    ranks: int
+    mesh: MeshConfig
 
     def sample(self, size: int) -> Windows:
         """Evenly spaced, so that all kinds are in it."""
         index = np.linspace(0, len(self.kind_L) - 1, min(size, len(self.kind_L))).round().astype(int)
         kinds = [self.kind_L[i] for i in index]
-        return Windows(kinds, self.counts_LSE[index], self.slot_of_expert_LE[index], self.ranks)
+        return Windows(kinds, self.counts_LSE[index], self.slot_of_expert_LE[index], self.mesh)
 
 
 def synthetic(per_kind: int, ranks: int, seed: int) -> Windows:
@@ -84,17 +84,18 @@ def synthetic(per_kind: int, ranks: int, seed: int) -> Windows:
     before, at the default weights.
     """
     counts, slots, kinds = [], [], []
+    mesh = MeshConfig(WindowConfig.sources, ranks // WindowConfig.sources)
     for kind, config in KINDS.items():
         windows = synthetic_windows(replace(config, layers=per_kind), np.random.default_rng(seed))
         slot_LE = static_placement(per_kind, config.experts, ranks)
         counts_LSE = next(windows).counts_LSE
         if kind == "drifting":
-            slot_LE = propose(counts_LSE, slot_LE, ranks, PlacementConfig("gimbal_refined")).slot_of_expert_LE
+            slot_LE = propose(counts_LSE, slot_LE, mesh, PlacementConfig("gimbal_refined")).slot_of_expert_LE
             counts_LSE = next(windows).counts_LSE
         counts.append(counts_LSE)
         slots.append(slot_LE)
         kinds += [kind] * per_kind
-    return Windows(kinds, np.concatenate(counts), np.concatenate(slots), ranks)
+    return Windows(kinds, np.concatenate(counts), np.concatenate(slots), mesh)
 
 
 def from_files(paths: Sequence[Path]) -> list[Windows]:
@@ -105,7 +106,8 @@ def from_files(paths: Sequence[Path]) -> list[Windows]:
         windows, layers, sources, experts = file.counts_WLSE.shape
         counts_LSE = file.counts_WLSE.reshape(windows * layers, sources, experts)
         slot_LE = file.slot_of_expert_WLE.reshape(windows * layers, experts)
-        found.append(Windows([path.name] * len(counts_LSE), counts_LSE, slot_LE, file.ranks))
+        mesh = MeshConfig(sources, file.ranks // sources)
+        found.append(Windows([path.name] * len(counts_LSE), counts_LSE, slot_LE, mesh))
     return found
 
 
@@ -120,14 +122,15 @@ class Result:
 
 
 def compare(windows: Windows, config: PlacementConfig, time_limit_s: float, gap: float) -> Result:
-    counts_LSE, slot_LE, ranks = windows.counts_LSE, windows.slot_of_expert_LE, windows.ranks
-    objective = window_objective(counts_LSE, slot_LE, ranks, config)
+    counts_LSE, slot_LE, mesh = windows.counts_LSE, windows.slot_of_expert_LE, windows.mesh
+    objective = window_objective(counts_LSE, slot_LE, distance_SR(mesh, config.far_distance), config)
     solved = exact_answer(objective, time_limit_s=time_limit_s, gap=gap)
-    exact = Answer("exact", objective, solved.rank_LE, 0.0)
-    answers = [Answer("staying", objective, objective.old_rank_LE, 0.0), exact]
+    staying = Answer("staying", objective, counts_LSE, mesh, slot_LE, 0.0)
+    exact = replace(staying, name="exact", slot_of_expert_LE=assign_slots(solved.rank_LE, slot_LE, mesh.ranks))
+    answers = [staying, exact]
     for policy in POLICIES:
-        proposal = propose(counts_LSE, slot_LE, ranks, replace(config, policy=policy))
-        answers.append(Answer(policy, objective, rank_of_expert(proposal.slot_of_expert_LE, ranks), 0.0))
+        proposal = propose(counts_LSE, slot_LE, mesh, replace(config, policy=policy))
+        answers.append(replace(staying, name=policy, slot_of_expert_LE=proposal.slot_of_expert_LE))
     policies = {
         answer.name: {
             **asdict(agreement(answer, exact)),

@@ -15,7 +15,8 @@ from gimbal_jax.simulation.costs import h100_costs, launch_seconds
 from gimbal_jax.simulation.fit import Constant, fit_to_paper
 from gimbal_jax.simulation.prediction import prediction_errors
 from gimbal_jax.simulation.routing import Router, RoutingConfig, synthetic_router
-from gimbal_jax.simulation.scenario import MODEL, MODEL_NAME
+from gimbal_jax.simulation.scenario import MODEL
+from gimbal_jax.simulation.shapes import MEASURED
 from gimbal_jax.simulation.work import EngineWork, StepWork
 
 MESH = MeshConfig(dp=2, tp=2)
@@ -40,7 +41,7 @@ def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
     steps |= {f"prefill {tokens}": prefill_step(tokens, router) for tokens in PREFILL_TOKENS}
     parts = {step: costs.step_parts(work) for step, work in steps.items()}
     table = Table(
-        "ms", *steps, title=f"Steps of {MODEL_NAME} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange"
+        "ms", *steps, title=f"Steps of {MEASURED} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange"
     )
     for part in next(iter(parts.values())):
         table.add_row(part, *(f"{1e3 * of_step[part]:.2f}" for of_step in parts.values()))

@@ -44,10 +44,10 @@ def main(
     logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
     rows, broken, started = [], [], time.monotonic()
     for name, gpus, meshes in PLANS:
-        gpu, count = parse_gpus(gpus)
+        gpu, count, nodes = parse_gpus(gpus)
         for dp, tp in meshes:
-            request = PlanRequest(PRESETS[name], gpu, count, replace(GPU_ENGINE, max_model_len=32768))
-            config = server_config(request, MeshConfig(dp, tp))
+            request = PlanRequest(PRESETS[name], gpu, count, replace(GPU_ENGINE, max_model_len=32768), nodes=nodes)
+            config = server_config(request, MeshConfig(dp, tp, nodes))
             with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
                 for one in check_plan(request, config, layers=layers or None, progress=progress):
                     rows.append(row(name, request, one))

@@ -122,8 +122,8 @@ def _number(text: str) -> int:
 def table(results: Mapping[tuple[int, int], Sequence[Result]]) -> str:
     """In Markdown; the first shape is what the others are compared with."""
     alone = results[SHAPES[0]]
-    columns = ("processes x devices", "same tokens", "counts conserved", "experts moved", "compiles", "ms a step")
-    columns += ("of one process", "bytes a command and follower", "us a command")
+    columns = ["processes x devices", "same tokens", "counts conserved", "experts moved", "compiles", "ms a step"]
+    columns += ["of one process", "bytes a command and follower", "us a command"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (processes, devices), found in results.items():
         step = statistics.median(result.step_ms for result in found)

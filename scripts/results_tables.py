@@ -34,7 +34,8 @@ TABLES: dict[Callable[[ResultStore, Scope], Table], str] = {
     study_tables.budget_table: "budget",
     study_tables.queue_table: "queues",
     study_tables.replica_table: "replicas",
-    study_tables.node_table: "nodes",
+    study_tables.multihost_table: "multihost",
+    study_tables.multihost_runs_table: "multihost",
     study_tables.pressure_table: "pressure",
     tables.work_table: "",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -84,7 +84,7 @@ def placement_record(policy: PlacementPolicy, size: Size, persistence: float, se
     config = PlacementConfig(policy)
     old_LE = static_placement(router.layers, router.experts, size.ranks)
     began = time.process_time()
-    proposal = propose(window_LSE, old_LE, size.ranks, config)
+    proposal = propose(window_LSE, old_LE, size.mesh, config)
     decided = time.process_time()
     new_LE = proposal.slot_of_expert_LE if proposal.apply else old_LE
     rounds_L = [len(plan_rounds(*pair, size.ranks, config.rows_per_pair)) for pair in zip(old_LE, new_LE, strict=True)]
@@ -142,8 +142,7 @@ def run_record(
     scenario = Scenario(
         system=system,
         workload=WorkloadConfig(lengths, requests, rate),
-        mesh=size.mesh,
-        nodes=max(1, size.ranks // GPUS_PER_NODE),
+        mesh=replace(size.mesh, nodes=max(1, size.ranks // GPUS_PER_NODE)),
         seed=seed,
     )
     scenario_router(scenario)  # kept from now on, and no part of the run
