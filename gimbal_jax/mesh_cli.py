@@ -19,7 +19,12 @@ from gimbal_jax.terminal import console, errors_said, fail, progress_bar
 mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before renting one, and look into it.")
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder, or a published model by name, as Qwen3-30B-A3B.")]
-Gpus = Annotated[str, typer.Option(help="Number and kind: H100, H200, A100-80, B200 or L40S, as in 4xH100.")]
+Gpus = Annotated[
+    str,
+    typer.Option(
+        help="Number and kind: H100, H200, A100-80, B200 or L40S, as in 4xH100; with nodes before them, as in 2x8xH100."
+    ),
+]
 Dp = Annotated[int, typer.Option(min=1, help="DP engines.")]
 Tp = Annotated[int, typer.Option(min=1, help="Devices of each engine.")]
 PageSize = Annotated[int, typer.Option(min=1, help="Tokens per KV page.")]
@@ -34,6 +39,9 @@ CHECKED_MODEL_LEN = 32768
 def plan(
     model: Model,
     gpus: Gpus,
+    link: Annotated[
+        str | None, typer.Option(help="Network between several nodes: ib400, ib200, roce400, roce200 or eth100.")
+    ] = None,
     page_size: PageSize = 64,
     max_rows: MaxRows = 128,
     token_budget: TokenBudget = 8192,
@@ -52,11 +60,20 @@ def plan(
     with errors_said():
         from gimbal_jax.planning import plan_report as report
         from gimbal_jax.planning.gpus import parse_gpus
+        from gimbal_jax.planning.links import parse_link
         from gimbal_jax.planning.models import find_model
-        from gimbal_jax.planning.plan import PlanRequest, plan_meshes, recommended, serve_command
+        from gimbal_jax.planning.plan import (
+            COORDINATOR,
+            SECRET_FILE,
+            PlanRequest,
+            plan_meshes,
+            recommended,
+            serve_commands,
+        )
 
         name, architecture = find_model(model)
-        gpu, count = parse_gpus(gpus)
+        gpu, count, nodes = parse_gpus(gpus)
+        network = parse_link(link, nodes)
         if request_tokens > architecture.max_position:
             raise ValueError(f"--request-tokens {request_tokens} is beyond the model's {architecture.max_position}")
         engine = replace(
@@ -68,7 +85,17 @@ def plan(
             exchange=exchange,
         )
         architecture = architecture if dtype == "auto" else replace(architecture, dtype=dtype, weights_dtype=dtype)
-        request = PlanRequest(architecture, gpu, count, engine, memory_utilisation, request_tokens, output_tokens)
+        request = PlanRequest(
+            architecture,
+            gpu,
+            count,
+            engine,
+            memory_utilisation,
+            request_tokens,
+            output_tokens,
+            nodes=nodes,
+            link=network,
+        )
         plans = plan_meshes(request)
         if tp is not None:
             plans = [one for one in plans if one.mesh.tp == tp]
@@ -76,7 +103,11 @@ def plan(
                 raise ValueError(f"--tp {tp} does not divide {count} GPUs")
         best = recommended(plans)
         if command and best is not None:
-            print(shlex.join(serve_command(name, request, best.mesh)))
+            commands = serve_commands(name, request, best.mesh)
+            if len(commands) > 1:
+                print(f"# one a node; put what is yours in place of {COORDINATOR} and {SECRET_FILE}")
+            for words in commands:
+                print(shlex.join(words))
         elif as_json:
             print(json.dumps(report.plan_json(name, request, plans), indent=2))
         elif not command:
@@ -114,15 +145,15 @@ def check(
         from gimbal_jax.planning.plan import PlanRequest
 
         name, architecture = find_model(model)
-        gpu, count = parse_gpus(gpus)
+        gpu, count, nodes = parse_gpus(gpus)
         if dp * tp != count:
             raise ValueError(f"--dp {dp} x --tp {tp} is {dp * tp} devices, and --gpus {gpus} has {count}")
         longest = min(CHECKED_MODEL_LEN, architecture.max_position)
         engine = replace(
             GPU_ENGINE, max_model_len=longest, page_size=page_size, max_rows=max_rows, token_budget=token_budget
         )
-        request = PlanRequest(architecture, gpu, count, engine, memory_utilisation)
-        config = server_config(request, MeshConfig(dp, tp))
+        request = PlanRequest(architecture, gpu, count, engine, memory_utilisation, nodes=nodes)
+        config = server_config(request, MeshConfig(dp, tp, nodes))
         logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
         with progress_bar(f"{name} on {gpus}, DP {dp} x TP {tp}") as progress:
             checked = list(check_plan(request, config, layers=layers or None, progress=progress))
@@ -138,6 +169,7 @@ def show(
     model: Model,
     dp: Dp = 1,
     tp: Tp = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that the devices are spread over, in order.")] = 1,
     placement_file: Annotated[Path | None, typer.Option(help="Experts by this .npz file, else contiguous.")] = None,
     layer: Annotated[int, typer.Option(min=0, help="MoE layer, from 0, whose experts are shown.")] = 0,
     picture: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
@@ -151,7 +183,7 @@ def show(
         from gimbal_jax.scheduler.placement import static_placement
 
         name, architecture = find_model(model)
-        mesh, layers = MeshConfig(dp, tp), len(architecture.moe_layers)
+        mesh, layers = MeshConfig(dp, tp, nodes), len(architecture.moe_layers)
         if layer >= layers:
             raise ValueError(f"--layer {layer}: must be from 0 to {layers - 1}")
         if placement_file is None:
@@ -159,7 +191,8 @@ def show(
         else:
             slots_E = load_placement_of(placement_file, architecture, mesh)[layer]
         held = shards(architecture, mesh, slots_E)
-        title = f"{name} on DP {dp} x TP {tp}, experts of MoE layer {layer}"
+        over = f" over {nodes} nodes" if nodes > 1 else ""
+        title = f"{name} on DP {dp} x TP {tp}{over}, experts of MoE layer {layer}"
         Console(highlight=False).print(shard_table(title, held))
         if picture is not None:
             draw_mesh(title, architecture, held, picture)

@@ -115,7 +115,7 @@ def gather(
         console.print(f"{processes.count} processes agree, on {', '.join(dict.fromkeys(group.hosts))}")
         yield group
     except BaseException as error:
-        channel.close(f"process 0 failed: {error}")
+        channel.close(_words(error))
         raise
     console.print(group.cost())
     channel.close()
@@ -152,7 +152,7 @@ def follow(
             save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
         failure = ""
     except Exception as error:
-        failure = str(error)
+        failure = _words(error)
         logging.getLogger(__name__).exception("process %d failed", processes.index)
     finally:
         channel.close(failure)
@@ -177,6 +177,11 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _words(error: BaseException) -> str:
+    """Never none."""
+    return str(error) or type(error).__name__
 
 
 def _leader_lost(reason: str) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from gimbal_jax.cli import app
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
 from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.links import link_kinds
 from gimbal_jax.planning.models import find_model
 from gimbal_jax.planning.plan import PlanRequest, plan_mesh
 from gimbal_jax.scheduler.counts_file import save_placement
@@ -88,6 +89,25 @@ def test_the_command_is_one_line_that_serve_takes(options):
     assert (values["num_pages"], values["memory_utilisation"]) == (None, 0.9)
 
 
+def test_each_node_has_a_command_that_serve_takes():
+    lines = mesh("plan", "Qwen3-235B-A22B", "--gpus", "2x8xH100", "--link", "ib400", "--command").stdout.splitlines()
+    assert lines[0].startswith("# one a node; ")  # a comment in shells too
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    for process, line in enumerate(lines[1:]):
+        _, name, *arguments = shlex.split(line)
+        values = serve.make_context(name, arguments).params
+        assert (values["dp"], values["tp"], values["processes"], values["process"]) == (4, 4, 2, process)
+        for placeholder in (values["coordinator"], str(values["secret_file"])):
+            assert placeholder in lines[0] and placeholder.split(":")[0].isupper()
+    assert len(lines) == 3
+
+
+def test_help_names_every_kind():
+    text = "".join(mesh("plan", "--help").stdout.replace("│", " ").split())
+    for kind in (*gpu_kinds(), *link_kinds()):
+        assert kind in text
+
+
 @pytest.mark.parametrize("name", ["plan", "check", "show"])
 def test_scripts_are_the_commands(name):
     script = Path(__file__).parents[1] / "scripts" / f"mesh_{name}.py"
@@ -101,6 +121,24 @@ ERRORS = {
     "gpus": (("plan", "Qwen3-30B-A3B", "--gpus", "H100"), "must be a number and a kind, as in 4xH100"),
     "model": (("plan", "Qwen3-31B", "--gpus", "4xH100"), "known by name: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
     "folder": (("plan", BASE.parent, "--gpus", "4xH100"), "holds no config.json"),
+    "no link": (
+        ("plan", "Qwen3-30B-A3B", "--gpus", "2x8xH100"),
+        "--link: 2 nodes need a network between them, one of ib4",
+    ),
+    "link": (("plan", "Qwen3-30B-A3B", "--gpus", "2x8xH100", "--link", "ib800"), "--link ib800: must be one of ib400"),
+    "link in a node": ((*PAPER, "--link", "ib400"), "--link ib400: --gpus is one node, which needs no network"),
+    "crossing engine": (
+        ("plan", "Qwen3-30B-A3B", "--gpus", "2x8xH100", "--link", "ib400", "--tp", 16),
+        "no mesh of 2 nodes of 8 x H100 serves the model: every mesh breaks a rule, see above",
+    ),
+    "checked nodes": (
+        ("check", "Qwen3-30B-A3B", "--gpus", "2x8xH100", "--dp", 1, "--tp", 16),
+        "dp 1 x tp 16: tp = 16 must divide the 8 GPUs of a node",
+    ),
+    "shown nodes": (
+        ("show", "Qwen3-30B-A3B", "--dp", 4, "--nodes", 3),
+        "nodes = 3 must divide the 4 devices",
+    ),
     "tp": ((*PAPER, "--tp", 3), "--tp 3 does not divide 4 GPUs"),
     "long request": ((*PAPER, "--request-tokens", 50_000), "50000 is beyond the model's 40960"),
     "output": ((*PAPER, "--output-tokens", 2000), "request_tokens must be above output_tokens = 2000"),

@@ -12,7 +12,7 @@ from gimbal_jax.config import Exchange, MeshConfig, ServerConfig
 from gimbal_jax.model.inputs import Bucket
 from gimbal_jax.planning.checks import Census, Finding, census, migration_findings, step_findings
 from gimbal_jax.planning.compiled import Program, StepKind, bucket_kinds, compile_migration, compile_step
-from gimbal_jax.planning.plan import PlanRequest, Refused, plan_mesh
+from gimbal_jax.planning.plan import PlanRequest, Refused, fit_memory
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Checked:
 
 def server_config(request: PlanRequest, mesh: MeshConfig) -> ServerConfig:
     """Settings with the KV pool that the plan claims. ValueError if the mesh does not serve the model."""
-    plan = plan_mesh(request, mesh)
-    if isinstance(plan, Refused):
-        raise ValueError(f"dp {mesh.dp} x tp {mesh.tp}: {plan.reason}")
-    engine = replace(request.engine, num_pages=plan.kv_tokens // request.engine.page_size)
+    fitted = fit_memory(request, mesh)
+    if isinstance(fitted, Refused):
+        raise ValueError(f"dp {mesh.dp} x tp {mesh.tp}: {fitted.reason}")
+    _, kv_tokens = fitted
+    engine = replace(request.engine, num_pages=kv_tokens // request.engine.page_size)
     return ServerConfig(mesh, engine, placement=request.placement)
 
 

@@ -33,7 +33,8 @@ def row(name: str, request: PlanRequest, checked: Checked) -> tuple[str, ...]:
     """Cells of one program."""
     config, program = checked.config, checked.program
     memory = device_bytes(request.model, config, checked.bucket or (0, 0), request.gpu.backend)
-    common = (f"{name}, {request.count}x{request.gpu.name}", f"{config.mesh.dp} x {config.mesh.tp}")
+    gpus = f"{request.nodes}x" * (request.nodes > 1) + f"{request.per_node}x{request.gpu.name}"
+    common = (f"{name}, {gpus}", f"{config.mesh.dp} x {config.mesh.tp}")
     last = (
         _collectives(checked),
         f"{program.layers} of {request.model.num_layers}",

@@ -70,11 +70,11 @@ def compile_step(
 
     Args:
       model, config: what is served.
-      gpu: on ``config.mesh.ranks`` of these, in one node.
+      gpu: on ``config.mesh.ranks`` of these, in the nodes of the mesh.
       bucket: (decode rows, prefill tiles).
       layers: compile so many only, from the first; None for all. See ``Program.layers``.
     """
-    devices = compile_only_devices(gpu, config.mesh.ranks)
+    devices = compile_only_devices(gpu, config.mesh.ranks, config.mesh.nodes)
     mesh = make_mesh(config.mesh, devices)
     layers = model.num_layers if layers is None else min(layers, model.num_layers)
     _, all_arguments = _step_arguments(model, config, mesh)
@@ -114,7 +114,7 @@ def _step_arguments(model: ModelConfig, config: ServerConfig, mesh: Mesh) -> tup
 
 def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Program:
     """One round of moves of a layer's experts."""
-    devices = compile_only_devices(gpu, config.mesh.ranks)
+    devices = compile_only_devices(gpu, config.mesh.ranks, config.mesh.nodes)
     mesh = make_mesh(config.mesh, devices)
     _, weights = abstract_model(model, jnp.bfloat16, mesh)
     mlp: Any = weights["layers"][model.moe_layers[0]]["mlp"]

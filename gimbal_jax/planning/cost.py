@@ -1,28 +1,50 @@
 """What a step costs on a mesh by the GPUs' data sheets: a floor, where nothing overlaps with links.
 
 All figures are estimates for uniform routing and equally busy engines. Kernels reach less than the data sheet's
-rates, and each collective has a latency that is not counted here; so plans compare, and times are lower bounds.
+rates, and each collective has a latency of which only what a network card's maker states is counted, where nodes wait
+for each other; so plans compare, and times are lower bounds.
+
+Engines lie within nodes, so that only the exchange and moving experts cross them. What crosses goes beside what stays,
+each GPU over its own share of the network: the longer of the two counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 from gimbal_jax.config import Exchange, MeshConfig, ModelConfig, PlacementConfig
 from gimbal_jax.model.memory import kv_bytes_per_token, weight_bytes
 from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
 from gimbal_jax.planning.gpus import Gpu
+from gimbal_jax.planning.links import Link, link_kinds
+
+WAITS: dict[Exchange, int] = {"gather": 2, "sparse": 3}
+"""Times that nodes wait for each other in one MoE layer's exchange: for counts (``sparse``), tokens, and results."""
 
 
 def remote_ranks(model: ModelConfig, ranks: int, form: Exchange) -> float:
     """Ranks other than its own that a token goes to: all of them, or those that hold one of its experts."""
     if form == "gather":
         return ranks - 1
+    return (ranks - 1) * _needed(model, ranks)
+
+
+def far_copies(model: ModelConfig, ranks: int, nodes: int, form: Exchange) -> float:
+    """Of a token's copies for those ranks, the ones that cross nodes.
+
+    By ``gather`` at least one for each other node, whose GPUs pass it on among themselves. By ``sparse`` each rank gets
+    its own, also those of one node.
+    """
+    if form == "gather":
+        return nodes - 1
+    return (ranks - ranks // nodes) * _needed(model, ranks)
+
+
+def _needed(model: ModelConfig, ranks: int) -> float:
+    """Chance that a rank holds one of a token's experts."""
     elsewhere = model.num_experts - model.num_experts // ranks
-    return (ranks - 1) * (
-        1 - comb(elsewhere, model.experts_per_token) / comb(model.num_experts, model.experts_per_token)
-    )
+    return 1 - comb(elsewhere, model.experts_per_token) / comb(model.num_experts, model.experts_per_token)
 
 
 def exchange_bytes(model: ModelConfig, ranks: int, form: Exchange) -> float:
@@ -30,8 +52,17 @@ def exchange_bytes(model: ModelConfig, ranks: int, form: Exchange) -> float:
 
     With it go int32 places and weights of its experts; ``gather`` sends slots and positions for places.
     """
+    return remote_ranks(model, ranks, form) * _copy_bytes(model, form)
+
+
+def far_exchange_bytes(model: ModelConfig, ranks: int, nodes: int, form: Exchange) -> float:
+    """Of ``exchange_bytes``, those that cross nodes."""
+    return far_copies(model, ranks, nodes, form) * _copy_bytes(model, form)
+
+
+def _copy_bytes(model: ModelConfig, form: Exchange) -> int:
     numbers = {"gather": 3, "sparse": 2}[form] * model.experts_per_token
-    return remote_ranks(model, ranks, form) * (2 * model.hidden_size * ITEM_BYTES[model.dtype] + 4 * numbers)
+    return 2 * model.hidden_size * ITEM_BYTES[model.dtype] + 4 * numbers
 
 
 def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
@@ -43,12 +74,32 @@ def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
     return 3 * (tp - 1) * model.hidden_size * ITEM_BYTES[model.dtype]
 
 
-def link_seconds(model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, chosen: int) -> float:
-    """Time on the links for a step of this many tokens in all engines, of which ``chosen`` get logits."""
-    per_token = len(model.moe_layers) * exchange_bytes(model, mesh.ranks, form)
-    per_token += model.num_layers * tensor_parallel_bytes(model, mesh.tp)
+def link_seconds(
+    model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, chosen: int, link: Link | None = None
+) -> float:
+    """Time on the links for a step of this many tokens in all engines, of which ``chosen`` get logits.
+
+    ``link`` is the network between the nodes of the mesh, if it has several.
+    """
+    layers = len(model.moe_layers)
+    far = far_exchange_bytes(model, mesh.ranks, mesh.nodes, form)
+    near = exchange_bytes(model, mesh.ranks, form) - far
+    per_token = layers * near + model.num_layers * tensor_parallel_bytes(model, mesh.tp)
     logits = chosen * (mesh.tp - 1) * model.vocab_size * 4
-    return (tokens * per_token + logits) / mesh.ranks / gpu.link_bandwidth
+    seconds = (tokens * per_token + logits) / mesh.ranks / gpu.link_bandwidth
+    if mesh.nodes == 1:
+        return seconds
+    network = network_of(gpu, link)
+    copies = tokens * layers / mesh.ranks
+    longer = max(0.0, copies * far / network.bandwidth - copies * near / gpu.link_bandwidth)
+    return seconds + longer + layers * WAITS[form] * network.latency_s
+
+
+def network_of(gpu: Gpu, link: Link | None) -> Link:
+    """The network as a GPU sees it: no faster than its own link, which may be PCIe. ValueError without one."""
+    if link is None:
+        raise ValueError(f"link: several nodes need a network between them, one of {', '.join(link_kinds())}")
+    return replace(link, bandwidth=min(link.bandwidth, gpu.link_bandwidth))
 
 
 def weights_read(model: ModelConfig, mesh: MeshConfig, tokens: int) -> float:
@@ -59,19 +110,27 @@ def weights_read(model: ModelConfig, mesh: MeshConfig, tokens: int) -> float:
 
 
 def decode_seconds(
-    model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, requests: int, context: int
+    model: ModelConfig,
+    mesh: MeshConfig,
+    gpu: Gpu,
+    form: Exchange,
+    requests: int,
+    context: int,
+    link: Link | None = None,
 ) -> float:
     """Floor of a decode step: ``requests`` in all engines, each with ``context`` tokens in the cache."""
     cache = requests / mesh.dp * context * kv_bytes_per_token(model, mesh.tp)
     read = (weights_read(model, mesh, requests) + cache) / gpu.bandwidth
-    return read + link_seconds(model, mesh, gpu, form, requests, requests)
+    return read + link_seconds(model, mesh, gpu, form, requests, requests, link)
 
 
-def prefill_seconds(model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, prompt: int) -> float:
+def prefill_seconds(
+    model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, prompt: int, link: Link | None = None
+) -> float:
     """Floor of a prefill step: ``tokens`` in all engines, of prompts of ``prompt`` tokens."""
     compute = tokens * flops_per_token(model, prompt / 2) / mesh.ranks / gpu.bf16_flops
     read = weights_read(model, mesh, tokens) / gpu.bandwidth
-    return max(compute, read) + link_seconds(model, mesh, gpu, form, tokens, max(1, tokens // prompt))
+    return max(compute, read) + link_seconds(model, mesh, gpu, form, tokens, max(1, tokens // prompt), link)
 
 
 def flops_per_token(model: ModelConfig, context: float) -> float:
@@ -89,19 +148,30 @@ class MigrationCost:
     """Moving experts between steps."""
 
     step_bytes: int
-    """Most that moves between two steps, over all devices: rounds are whole, so the last one may pass the limit."""
+    """Most that moves between two steps, over all devices: rounds are whole, so the last one may pass the limit.
+
+    A round's buffers have this one size, so it takes their time whatever it moves."""
+    far_step_bytes: int
+    """Of them, those that cross nodes."""
     step_seconds: float
     """For that, with every link equally busy."""
     layer_steps: int
     """Steps in which one layer moves, if every GPU passes all its experts on to the next one."""
     layer_seconds: float
-    """Time on the links for that: no placement takes more, since every link carries all experts of its GPU."""
+    """Least time on the links for that, if no buffer had room to spare: every link carries all experts of its GPU."""
 
 
-def migration_cost(model: ModelConfig, ranks: int, gpu: Gpu, placement: PlacementConfig) -> MigrationCost:
-    """What moving costs on ``ranks`` devices; nothing on one."""
+def migration_cost(
+    model: ModelConfig,
+    ranks: int,
+    gpu: Gpu,
+    placement: PlacementConfig,
+    nodes: int = 1,
+    link: Link | None = None,
+) -> MigrationCost:
+    """What moving costs on ``ranks`` devices, in ``nodes`` that ``link`` connects; nothing on one."""
     if ranks == 1:
-        return MigrationCost(0, 0.0, 0, 0.0)
+        return MigrationCost(0, 0, 0.0, 0, 0.0)
     expert, slots, rows = expert_bytes(model), model.num_experts // ranks, placement.rows_per_pair
 
     def rounds_per_step(round_bytes: int) -> int:
@@ -109,10 +179,18 @@ def migration_cost(model: ModelConfig, ranks: int, gpu: Gpu, placement: Placemen
 
     full = ranks * (ranks - 1) * rows * expert
     step_bytes = rounds_per_step(full) * full
+    far_bytes = step_bytes // (ranks - 1) * (ranks - ranks // nodes)
+    step_seconds = (step_bytes - far_bytes) / ranks / gpu.link_bandwidth
     layer_rounds = -(-slots // rows)
+    layer_seconds = slots * expert / gpu.link_bandwidth
+    if nodes > 1:
+        network = network_of(gpu, link)
+        step_seconds = max(step_seconds, far_bytes / ranks / network.bandwidth) + network.latency_s
+        layer_seconds = slots * expert / network.bandwidth + network.latency_s
     return MigrationCost(
         step_bytes=step_bytes,
-        step_seconds=step_bytes / ranks / gpu.link_bandwidth,
+        far_step_bytes=far_bytes,
+        step_seconds=step_seconds,
         layer_steps=-(-layer_rounds // rounds_per_step(ranks * min(rows, slots) * expert)),
-        layer_seconds=slots * expert / gpu.link_bandwidth,
+        layer_seconds=layer_seconds,
     )

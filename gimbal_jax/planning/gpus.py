@@ -55,11 +55,15 @@ def gpu_kinds() -> dict[str, Gpu]:
     }
 
 
-def parse_gpus(text: str) -> tuple[Gpu, int]:
-    """Kind and number of GPUs, as in ``4xH100``; ValueError otherwise."""
-    if (match := re.fullmatch(r"(\d+)x(.+)", text)) is None or int(match[1]) < 1:
-        raise ValueError(f"--gpus {text}: must be a number and a kind, as in 4xH100")
+def parse_gpus(text: str) -> tuple[Gpu, int, int]:
+    """Kind, number of GPUs in all and of nodes, as in ``4xH100`` or ``2x8xH100``; ValueError otherwise."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
+    nodes, per_node = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if match is None or nodes < 1 or per_node < 1:
+        raise ValueError(
+            f"--gpus {text}: must be a number and a kind, as in 4xH100, or nodes before them, as in 2x8xH100"
+        )
     kinds = {name.lower(): gpu for name, gpu in gpu_kinds().items()}
-    if match[2].lower() not in kinds:
+    if match[3].lower() not in kinds:
         raise ValueError(f"--gpus {text}: the kind must be one of {', '.join(gpu_kinds())}")
-    return kinds[match[2].lower()], int(match[1])
+    return kinds[match[3].lower()], nodes * per_node, nodes

@@ -1,4 +1,4 @@
-"""A picture of a mesh: one card a device, drawn by engine."""
+"""A picture of a mesh: one card a device, drawn by engine, in a frame for each node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from gimbal_jax.config import ModelConfig
@@ -18,20 +18,24 @@ CELLS_PER_LINE = 16
 
 
 def draw_mesh(title: str, model: ModelConfig, held: Sequence[Shard], path: Path) -> None:
-    """Write a picture: engines as rows, their devices as cards with heads, vocabulary and experts.
+    """Write a picture: engines as rows, their devices as cards with heads, vocabulary and experts, node by node.
 
     An expert's colour is that of the device that holds it without a placement, so that moved ones stand out.
     """
-    engines = held[-1].engine + 1
-    tp, slots = len(held) // engines, len(held[0].experts)
+    engines, nodes = held[-1].engine + 1, held[-1].node + 1
+    per_node, slots = len(held) // nodes, len(held[0].experts)
+    columns = min(len(held) // engines, per_node)
+    rows = -(-per_node // columns)
     lines = -(-slots // CELLS_PER_LINE)
-    width, height = 4.2 * tp + 0.6, (1.5 + 0.24 * lines) * engines + 0.9
+    width, height = 4.2 * columns + 0.6, (1.5 + 0.24 * lines) * rows * nodes + 0.9 + 0.5 * nodes * (nodes > 1)
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     home = colormaps["Spectral"](np.linspace(0.1, 0.9, len(held)))
-    grid = figure.subplots(engines, tp, squeeze=False)
+    grids = [area.subplots(rows, columns, squeeze=False).flat for area in _node_areas(figure, nodes)]
+    for axes in (axes for grid in grids for axes in grid):
+        axes.set_axis_off()
     for shard in held:
-        axes = grid[shard.engine, shard.rank % tp]
+        axes = grids[shard.node][shard.rank % per_node]
         _card(axes, shard, lines)
         for slot, expert in enumerate(shard.experts):
             _expert(
@@ -40,10 +44,20 @@ def draw_mesh(title: str, model: ModelConfig, held: Sequence[Shard], path: Path)
     figure.savefig(path, dpi=150)
 
 
+def _node_areas(figure: Figure, nodes: int) -> Sequence[FigureBase]:
+    """The part of the figure for each node, with a name and a tint where there are several."""
+    if nodes == 1:
+        return [figure]
+    areas = figure.subfigures(nodes, 1, squeeze=False, hspace=0.02)[:, 0]
+    for node, area in enumerate(areas):
+        area.set_facecolor("#e8eef7")
+        area.suptitle(f"node {node}", fontsize=11, fontweight="bold", x=0.01, ha="left")
+    return list(areas)
+
+
 def _card(axes: Axes, shard: Shard, lines: int) -> None:
     axes.set_xlim(-0.6, CELLS_PER_LINE + 0.6)
     axes.set_ylim(lines + 0.8, -5.4)
-    axes.set_axis_off()
     box = (-0.4, -5.2), CELLS_PER_LINE + 0.8, lines + 5.8
     axes.add_patch(
         FancyBboxPatch(*box, boxstyle="round,pad=0,rounding_size=0.4", facecolor="#f7f7f9", edgecolor="#888")

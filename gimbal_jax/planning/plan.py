@@ -14,11 +14,12 @@ from gimbal_jax.config import (
     PlacementConfig,
     ServerConfig,
 )
-from gimbal_jax.model.memory import DeviceBytes, device_bytes
+from gimbal_jax.model.memory import GB, DeviceBytes, device_bytes
 from gimbal_jax.model.sharding import check_mesh
 from gimbal_jax.model.step import check_kernels
-from gimbal_jax.planning.cost import decode_seconds, prefill_seconds, tensor_parallel_bytes
+from gimbal_jax.planning.cost import decode_seconds, far_exchange_bytes, prefill_seconds, tensor_parallel_bytes
 from gimbal_jax.planning.gpus import Gpu
+from gimbal_jax.planning.links import Link
 from gimbal_jax.serving.batch import step_buckets
 from gimbal_jax.serving.engine import check_limits
 
@@ -34,6 +35,7 @@ class PlanRequest:
     """Its ``dtype`` is that of weights and cache."""
     gpu: Gpu
     count: int
+    """GPUs of all nodes."""
     engine: EngineConfig = GPU_ENGINE
     utilisation: float = MEMORY_UTILISATION
     """Share of a GPU's memory that may be used."""
@@ -42,9 +44,15 @@ class PlanRequest:
     output_tokens: int = 200
     """How many of them are output."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    nodes: int = 1
+    """Machines that the GPUs are spread over, evenly."""
+    link: Link | None = None
+    """The network between them, if they are several; times need it, memory does not."""
 
     def __post_init__(self) -> None:
         check_limits(self.engine)
+        if self.nodes < 1 or self.count % self.nodes:
+            raise ValueError(f"nodes must divide the {self.count} GPUs, not {self.nodes}")
         if not 0 < self.output_tokens < self.request_tokens <= self.engine.max_model_len:
             raise ValueError(
                 f"request_tokens must be above output_tokens = {self.output_tokens} and at most max_model_len = "
@@ -55,6 +63,11 @@ class PlanRequest:
     def budget(self) -> int:
         """Bytes of each GPU that may be used."""
         return int(self.gpu.memory_bytes * self.utilisation)
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of each node."""
+        return self.count // self.nodes
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,8 @@ class MeshPlan:
     """Requests that the caches of all engines hold at once."""
     tensor_parallel_bytes: int
     """Over links, per token and layer, within an engine."""
+    far_bytes: float
+    """From and to other nodes, per token and MoE layer, by the exchange."""
     prefill_seconds: float
     """A step of ``token_budget`` prompt tokens, over all engines."""
     decode_seconds: float
@@ -91,12 +106,39 @@ class Refused:
 def plan_meshes(request: PlanRequest) -> list[MeshPlan | Refused]:
     """Every (dp, tp) with dp * tp = the GPUs, by rising tp; experts are spread over all of them."""
     sizes = [tp for tp in range(1, request.count + 1) if request.count % tp == 0]
-    return [plan_mesh(request, MeshConfig(request.count // tp, tp)) for tp in sizes]
+    return [plan_mesh(request, MeshConfig(request.count // tp, tp, request.nodes)) for tp in sizes]
 
 
 def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
-    """What this mesh gives, or the rule that it breaks."""
+    """What this mesh gives, or the rule that it breaks. ValueError if it has several nodes and no link."""
     r, model, engine = request, request.model, request.engine
+    fitted = fit_memory(request, mesh)
+    if isinstance(fitted, Refused):
+        return fitted
+    memory, kv_tokens = fitted
+    concurrent = mesh.dp * (kv_tokens // r.request_tokens)
+    rows = min(engine.max_rows, max(1, concurrent))
+    prompt = r.request_tokens - r.output_tokens
+    prefill = prefill_seconds(model, mesh, r.gpu, engine.exchange, engine.token_budget, prompt, r.link)
+    decode = decode_seconds(model, mesh, r.gpu, engine.exchange, rows, r.request_tokens, r.link)
+    return MeshPlan(
+        mesh=mesh,
+        memory=memory,
+        kv_tokens=kv_tokens,
+        concurrent=concurrent,
+        tensor_parallel_bytes=tensor_parallel_bytes(model, mesh.tp),
+        far_bytes=far_exchange_bytes(model, mesh.ranks, mesh.nodes, engine.exchange),
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        requests_per_second=1 / (prompt / engine.token_budget * prefill + r.output_tokens / rows * decode),
+    )
+
+
+def fit_memory(request: PlanRequest, mesh: MeshConfig) -> tuple[DeviceBytes, int] | Refused:
+    """Memory of each GPU and KV tokens of each engine, or the rule that the mesh breaks."""
+    r, model, engine = request, request.model, request.engine
+    if r.per_node % mesh.tp and r.nodes > 1:
+        return Refused(mesh, _crossing(r, mesh.tp), 0)
     try:
         check_mesh(model, mesh)
         check_kernels(model, engine, mesh.tp, model.dtype, r.gpu.backend)
@@ -105,24 +147,18 @@ def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
         return Refused(mesh, str(error), 0)
     memory = device_bytes(model, ServerConfig(mesh, engine, placement=r.placement), bucket, r.gpu.backend)
     try:
-        kv_tokens = memory.kv_pages(r.budget) * engine.page_size
+        return memory, memory.kv_pages(r.budget) * engine.page_size
     except ValueError as error:
         return Refused(mesh, f"does not fit: {error}", memory.least - r.budget)
 
-    concurrent = mesh.dp * (kv_tokens // r.request_tokens)
-    rows = min(engine.max_rows, max(1, concurrent))
-    prompt = r.request_tokens - r.output_tokens
-    prefill = prefill_seconds(model, mesh, r.gpu, engine.exchange, engine.token_budget, prompt)
-    decode = decode_seconds(model, mesh, r.gpu, engine.exchange, rows, r.request_tokens)
-    return MeshPlan(
-        mesh=mesh,
-        memory=memory,
-        kv_tokens=kv_tokens,
-        concurrent=concurrent,
-        tensor_parallel_bytes=tensor_parallel_bytes(model, mesh.tp),
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        requests_per_second=1 / (prompt / engine.token_budget * prefill + r.output_tokens / rows * decode),
+
+def _crossing(request: PlanRequest, tp: int) -> str:
+    """Why engines lie within nodes."""
+    r = request
+    outside = f", and {r.link.bandwidth / GB:g} GB/s over {r.link.name}" if r.link else ""
+    return (
+        f"tp = {tp} must divide the {r.per_node} GPUs of a node, so that engines lie within nodes: a GPU has "
+        f"{r.gpu.link_bandwidth / GB:g} GB/s there{outside}"
     )
 
 
@@ -135,15 +171,22 @@ def recommended(plans: Sequence[MeshPlan | Refused]) -> MeshPlan | None:
 
 
 def smallest_count(request: PlanRequest) -> int | None:
-    """Fewest GPUs of this kind that form a mesh that fits; None if no number does."""
-    for count in range(1, request.model.num_experts + 1):
-        if recommended(plan_meshes(replace(request, count=count))) is not None:
+    """Fewest GPUs that form a mesh that fits, in whole nodes if several were asked for; None if no number does."""
+    r = request
+    step = r.per_node if r.nodes > 1 else 1
+    for count in range(step, r.model.num_experts + 1, step):
+        nodes = count // step if r.nodes > 1 else 1
+        if recommended(plan_meshes(replace(r, count=count, nodes=nodes))) is not None:
             return count
     return None
 
 
-def serve_command(model: str, request: PlanRequest, mesh: MeshConfig) -> list[str]:
-    """The ``gimbal serve`` command for this mesh, as words."""
+COORDINATOR, SECRET_FILE = "HOST_OF_PROCESS_0:PORT", "SECRET_FILE"
+"""Stand in commands for what only the user knows."""
+
+
+def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[list[str]]:
+    """The ``gimbal serve`` commands for this mesh, as words: one a node, in order."""
     options = {
         "dp": mesh.dp,
         "tp": mesh.tp,
@@ -156,4 +199,14 @@ def serve_command(model: str, request: PlanRequest, mesh: MeshConfig) -> list[st
         "exchange": request.engine.exchange,
         "memory-utilisation": request.utilisation,
     }
-    return ["gimbal", "serve", model, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    together = {"coordinator": COORDINATOR, "secret-file": SECRET_FILE, "processes": mesh.nodes}
+    of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]
+    return [
+        [
+            "gimbal",
+            "serve",
+            model,
+            *(word for name, value in (options | own).items() for word in (f"--{name}", str(value))),
+        ]
+        for own in of_process
+    ]

@@ -8,19 +8,34 @@ from typing import Any
 
 from rich.table import Table
 
+from gimbal_jax.config import Exchange
 from gimbal_jax.model.memory import GB, kv_bytes_per_token
 from gimbal_jax.model.sizes import expert_bytes
-from gimbal_jax.planning.cost import exchange_bytes, migration_cost, remote_ranks
+from gimbal_jax.planning.cost import (
+    WAITS,
+    MigrationCost,
+    exchange_bytes,
+    far_copies,
+    far_exchange_bytes,
+    migration_cost,
+    remote_ranks,
+)
 from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, recommended, smallest_count
 
 
 def heading(name: str, request: PlanRequest) -> str:
     """The request in a line."""
     r, memory = request, request.gpu.memory_bytes / GB
+    network = f" over {r.link.name}" if r.link else ""
     return (
-        f"{name} ({r.model.dtype}) on {r.count} x {r.gpu.name}, {r.utilisation:.0%} of {memory:.1f} GB each. "
+        f"{name} ({r.model.dtype}) on {_gpus(r)}{network}, {r.utilisation:.0%} of {memory:.1f} GB each. "
         "Estimated, not measured."
     )
+
+
+def _gpus(request: PlanRequest) -> str:
+    nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
+    return f"{nodes}{request.per_node} x {request.gpu.name}"
 
 
 def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Table:
@@ -31,8 +46,10 @@ def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Tab
     )
     table.add_column("DP x TP")
     columns = ["weights\nGB/GPU", "a step\nGB/GPU", "KV tokens\nper engine", "requests\nin caches"]
+    columns += ["network\nMB/GPU"] * (request.nodes > 1)
     for column in [*columns, "prefill\nms", "decode\nms", "requests\nper s"]:
         table.add_column(column, justify="right")
+    prefill_tokens = engine.token_budget * len(request.model.moe_layers) / request.count
     for plan in plans:
         if isinstance(plan, MeshPlan):
             table.add_row(
@@ -41,6 +58,7 @@ def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Tab
                 f"{plan.memory.step.total / GB:.1f}",
                 f"{plan.kv_tokens:,}",
                 f"{plan.concurrent:,}",
+                *[f"{plan.far_bytes * prefill_tokens / 1e6:,.0f}"] * (request.nodes > 1),
                 f"{plan.prefill_seconds * 1e3:.1f}",
                 f"{plan.decode_seconds * 1e3:.2f}",
                 f"{plan.requests_per_second:.1f}",
@@ -75,15 +93,48 @@ def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) ->
     within = ", ".join(
         f"{p.tensor_parallel_bytes / 1e3:.1f} at TP {p.mesh.tp}" for p in plans if isinstance(p, MeshPlan)
     )
-    cost = migration_cost(model, ranks, r.gpu, r.placement)
     return [
         f"Over links, for a token in one layer: exchange {gather:.1f} kB by gather, {sparse:.1f} kB by sparse (uniform "
         f"routing: to {remote_ranks(model, ranks, 'sparse'):.2f} of {ranks - 1} other GPUs); within its "
         f"engine {within} kB.",
-        f"Migration: an expert is {expert_bytes(model) / 1e6:.1f} MB; at most {cost.step_bytes / 1e6:,.0f} MB move "
-        f"between two steps, {cost.step_seconds * 1e3:.2f} ms on the links. A layer whose GPUs all pass their experts "
-        f"on takes {cost.layer_steps} steps, {cost.layer_seconds * 1e3:.2f} ms.",
+        *_network_lines(r),
+        _migration_line(r),
     ]
+
+
+def _network_lines(request: PlanRequest) -> list[str]:
+    r, model, sizes = request, request.model, (request.count, request.nodes)
+    if r.link is None:
+        return []
+    gather, sparse = (far_exchange_bytes(model, *sizes, form) / 1e3 for form in ("gather", "sparse"))
+    return [
+        f"Across nodes, of the exchange: {gather:.1f} kB by gather (once to each other node), {sparse:.1f} kB by "
+        f"sparse (to {far_copies(model, *sizes, 'sparse'):.2f} of {r.count - r.per_node} GPUs there), over "
+        f"{r.link.description}. The network column is what each GPU sends to other nodes in the prefill step: it goes "
+        f"beside what stays within, and the longer counts, with {WAITS[r.engine.exchange]} x "
+        f"{r.link.latency_s * 1e6:g} us a layer.",
+    ]
+
+
+def _migration_line(request: PlanRequest) -> str:
+    r, cost = request, _migration(request)
+    if r.nodes > 1:
+        steps = f"{cost.layer_steps} such step" + "s" * (cost.layer_steps > 1)
+        across = f", {cost.far_step_bytes / 1e6:,.0f} MB of it across nodes"
+        buffers = " even if few of them move"
+    else:
+        steps = f"{cost.layer_steps} steps, {cost.layer_seconds * 1e3:.2f} ms"
+        across = buffers = ""
+    return (
+        f"Migration: an expert is {expert_bytes(r.model) / 1e6:.1f} MB; at most {cost.step_bytes / 1e6:,.0f} MB move "
+        f"between two steps{across}, {cost.step_seconds * 1e3:.2f} ms on the links{buffers}. A layer whose GPUs all "
+        f"pass their experts on takes {steps}."
+    )
+
+
+def _migration(request: PlanRequest) -> MigrationCost:
+    r = request
+    return migration_cost(r.model, r.count, r.gpu, r.placement, r.nodes, r.link)
 
 
 def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list[str]:
@@ -108,17 +159,21 @@ def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list
 def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> dict[str, Any]:
     """The same for programs; bytes, seconds and counts without units in the text."""
     best = recommended(plans)
-    ranks = request.count
+    model, ranks = request.model, request.count
+    forms: tuple[Exchange, ...] = ("gather", "sparse")
     return {
         "model": name,
         "gpu": request.gpu.name,
         "gpus": ranks,
+        "nodes": request.nodes,
+        "link": asdict(request.link) if request.link else None,
         "estimated": True,
         "engine": asdict(request.engine),
         "plans": [asdict(plan) for plan in plans if isinstance(plan, MeshPlan)],
         "refused": [asdict(plan) for plan in plans if isinstance(plan, Refused)],
-        "exchange_bytes": {form: exchange_bytes(request.model, ranks, form) for form in ("gather", "sparse")},
-        "migration": asdict(migration_cost(request.model, ranks, request.gpu, request.placement)),
+        "exchange_bytes": {form: exchange_bytes(model, ranks, form) for form in forms},
+        "far_exchange_bytes": {form: far_exchange_bytes(model, ranks, request.nodes, form) for form in forms},
+        "migration": asdict(_migration(request)),
         "recommended": asdict(best.mesh) if best else None,
     }
 
@@ -128,5 +183,6 @@ def nothing_fits(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> s
     missing = [plan.missing_bytes for plan in plans if isinstance(plan, Refused) and plan.missing_bytes]
     why = f"{min(missing) / GB:.1f} GB per GPU are missing" if missing else "every mesh breaks a rule, see above"
     count = smallest_count(request)
-    least = f"the fewest that would is {count}" if count else "no number of them would"
-    return f"no mesh of {request.count} x {request.gpu.name} serves the model: {why}; {least}"
+    nodes = f" ({count // request.per_node} nodes of {request.per_node})" if count and request.nodes > 1 else ""
+    least = f"the fewest that would is {count}{nodes}" if count else "no number of them would"
+    return f"no mesh of {_gpus(request)} serves the model: {why}; {least}"

@@ -17,6 +17,7 @@ class Shard:
     """What one device holds; indices count from 0."""
 
     rank: int
+    node: int
     engine: int
     heads: range
     kv_heads: range
@@ -28,8 +29,10 @@ class Shard:
 
 
 def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -> list[Shard]:
-    """Every device's share of the model, by rank. ValueError for a mesh that does not fit the model."""
+    """Every device's share of the model, by rank. ValueError for a mesh that does not fit the model or its nodes."""
     check_mesh(model, mesh)
+    if mesh.ranks % mesh.nodes:
+        raise ValueError(f"nodes = {mesh.nodes} must divide the {mesh.ranks} devices")
     tp, slots = mesh.tp, model.num_experts // mesh.ranks
     copies = kv_heads_in_cache(model, tp) // model.num_kv_heads
     expert_of_slot = np.argsort(slot_of_expert_E)
@@ -40,6 +43,7 @@ def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -
     return [
         Shard(
             rank=rank,
+            node=rank // mesh.ranks_per_node,
             engine=rank // tp,
             heads=part(model.num_heads, rank % tp, tp),
             kv_heads=part(model.num_kv_heads, rank % tp // copies, tp // copies),
@@ -52,19 +56,22 @@ def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -
 
 
 def shard_table(title: str, held: Sequence[Shard]) -> Table:
-    """One device a row."""
+    """One device a row; a line between nodes."""
     table = Table(title=title)
-    for column in ("device", "engine", "heads", "KV heads", "vocabulary", "experts"):
+    nodes = held[-1].node + 1
+    for column in (*["node"] * (nodes > 1), "device", "engine", "heads", "KV heads", "vocabulary", "experts"):
         table.add_column(column, overflow="fold")
     for shard in held:
         shared = f" ({shard.kv_copies} copies)" if shard.kv_copies > 1 else ""
         table.add_row(
+            *[str(shard.node)] * (nodes > 1),
             str(shard.rank),
             str(shard.engine),
             ranges(shard.heads),
             ranges(shard.kv_heads) + shared,
             ranges(shard.vocabulary),
             ranges(sorted(shard.experts)),
+            end_section=(shard.rank + 1) % (len(held) // nodes) == 0,
         )
     return table
 

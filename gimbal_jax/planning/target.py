@@ -14,13 +14,14 @@ from jax.experimental import topologies
 from gimbal_jax.planning.gpus import Gpu
 
 
-def compile_only_devices(gpu: Gpu, count: int) -> Sequence[jax.Device]:
-    """``count`` GPUs of one node. OSError, saying what to install, where XLA has no CUDA compiler.
+def compile_only_devices(gpu: Gpu, count: int, nodes: int = 1) -> Sequence[jax.Device]:
+    """``count`` GPUs, spread over ``nodes``. OSError, saying what to install, where XLA has no CUDA compiler.
 
     Trace under ``jax.default_device(devices[0])``: libraries that choose a kernel by the default device then see it.
     """
+    shape = f"1x{nodes}x{count // nodes}"
     try:
-        topology = topologies.get_topology_desc("", "cuda", target_config=_target_config(gpu), topology=f"1x1x{count}")
+        topology = topologies.get_topology_desc("", "cuda", target_config=_target_config(gpu), topology=shape)
     except Exception as error:
         raise OSError(
             "XLA has no CUDA compiler here: run `make cuda-check`, which installs one, or set JAX_PLATFORMS=cpu"

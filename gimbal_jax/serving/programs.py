@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import pickle
 import platform
@@ -22,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable, topologies
+import numpy as np
+from jax.experimental import multihost_utils, serialize_executable, topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.serving.agreement import PACKAGE, PACKAGES, installed_version, sources_digest
 
-PACKAGE = Path(__file__).parents[1]
 MAX_BYTES = 2 * 2**30
 """Of all programs in a folder; those of the configurations that were not used for longest go first."""
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokamax", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-"""What takes part in making a program; absent ones count as absent."""
 UNRELATED_SETTINGS = ("cache", "log", "dump", "traceback", "pprint", "debug_leaked", "report")
 """Parts of names of jax's settings that change no program."""
 SUFFIX = ".program"
@@ -44,7 +42,8 @@ def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: 
     """Digest of all that the programs of a server follow from: another key may mean another program, the same cannot.
 
     That is: settings of model, engine and mesh; every file of this package; versions of what makes a program; jax's
-    and XLA's settings (XLA's flags with them); the devices, and features and number of the host's processors.
+    and XLA's settings (XLA's flags with them); the devices, whose they are and which process asks; and features and
+    number of the host's processors.
     """
     client = devices[0].client
     facts = (
@@ -53,11 +52,12 @@ def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: 
         asdict(config.mesh),
         config.placement.rows_per_pair,
         str(dtype),
-        [_version(name) for name in PACKAGES],
-        _sources(PACKAGE),
+        [installed_version(name) for name in PACKAGES],
+        sources_digest(PACKAGE),
         {n: str(v) for n, v in sorted(jax.config.values.items()) if not any(part in n for part in UNRELATED_SETTINGS)},
         hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest(),
-        [(device.id, device.device_kind) for device in devices],
+        [(device.id, device.device_kind, device.process_index) for device in devices],
+        (jax.process_index(), jax.process_count()),
         (client.platform, client.platform_version, platform.machine(), _processors()),
         hashlib.sha256(topologies.get_attached_topology(client.platform).serialize()).hexdigest(),
     )
@@ -67,21 +67,6 @@ def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: 
 def _processors() -> int:
     """Those that XLA splits work over on CPU."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _sources(package: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.*")):
-        if path.suffix != ".pyc" and path.is_file():
-            digest.update(f"{path.relative_to(package)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _file_name(key: object, compiler_options: dict[str, Any] | None) -> str:
@@ -190,6 +175,9 @@ def compile_programs[K](
     XLA reads and compiles programs outside the interpreter lock. The ``repr`` of a key is the program's name in the
     cache. ``progress`` is called with the number done and in all; what it raises ends this as soon as the programs
     that are being compiled are done.
+
+    All processes call it together, with the same keys in the same order: a program that one of them lacks is compiled
+    by all, because XLA:GPU tunes it once for all of them, so that one that compiled it alone would wait for ever.
     """
     names = {key: _file_name(key, compiler_options) for key in lowerers}
 
@@ -203,14 +191,16 @@ def compile_programs[K](
     pool = ThreadPoolExecutor(max_workers=min(4, _processors()))
     try:
         found = {key: pool.submit(cache.load, names[key]) for key in lowerers} if cache is not None else {}
-        pending: dict[K, Future[jax.stages.Compiled]] = {}
-        for key, lower in lowerers.items():
+        for key, reading in found.items():
             progress(len(programs), len(lowerers))
-            program = found[key].result() if key in found else None
-            if program is None:
-                pending[key] = pool.submit(compiled, key, lower())
-            else:
+            if (program := reading.result()) is not None:
                 programs[key] = program
+        kept_by_all = multihost_utils.process_allgather(np.array([key in programs for key in lowerers])).all(axis=0)
+        programs = {key: programs[key] for key, kept in zip(lowerers, kept_by_all, strict=True) if kept}
+        pending: dict[K, Future[jax.stages.Compiled]] = {}
+        for key in [key for key in lowerers if key not in programs]:
+            progress(len(programs), len(lowerers))
+            pending[key] = pool.submit(compiled, key, lowerers[key]())
         for key, future in pending.items():
             programs[key] = future.result()
             progress(len(programs), len(lowerers))

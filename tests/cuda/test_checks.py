@@ -49,8 +49,9 @@ def rules_broken_by(program: Program, config: ServerConfig, bucket: tuple[int, i
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sparse"])
-def test_a_step_keeps_every_rule(exchange):
-    config = replace(CONFIG, engine=replace(CONFIG.engine, exchange=exchange))
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_step_keeps_every_rule(exchange, nodes):
+    config = replace(CONFIG, mesh=MeshConfig(2, 2, nodes), engine=replace(CONFIG.engine, exchange=exchange))
     assert rules_broken_by(step_of(config, MIXED), config, MIXED) == set()
 
 

@@ -45,9 +45,18 @@ def test_backend_is_what_a_device_of_that_kind_runs(gpu: Gpu):
     assert gpu.backend == backend_of(Device())
 
 
-@pytest.mark.parametrize(("text", "name", "count"), [("4xH100", "H100", 4), ("16xa100-80", "A100-80", 16)])
-def test_number_and_kind(text, name, count):
-    assert parse_gpus(text) == (KINDS[name], count)
+@pytest.mark.parametrize(
+    ("text", "name", "count", "nodes"),
+    [
+        ("4xH100", "H100", 4, 1),
+        ("16xa100-80", "A100-80", 16, 1),
+        ("2x8xH100", "H100", 16, 2),
+        ("1x8xh200", "H200", 8, 1),
+        ("3x4xA100-80", "A100-80", 12, 3),
+    ],
+)
+def test_nodes_number_and_kind(text, name, count, nodes):
+    assert parse_gpus(text) == (KINDS[name], count, nodes)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,10 @@ def test_number_and_kind(text, name, count):
         ("H100", "--gpus H100: must be a number and a kind, as in 4xH100"),
         ("0xH100", "--gpus 0xH100: must be a number and a kind"),
         ("4 x H100", "--gpus 4 x H100: must be a number"),
+        ("2x0xH100", "--gpus 2x0xH100: must be a number"),
+        ("0x8xH100", "--gpus 0x8xH100: must be a number"),
+        ("2x2x8xH100", "--gpus 2x2x8xH100: the kind must be one of"),
+        ("2x8xV100", "--gpus 2x8xV100: the kind must be one of"),
         ("4xV100", "--gpus 4xV100: the kind must be one of H100, H200, A100-80, B200, L40S"),
     ],
 )

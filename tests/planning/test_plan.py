@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from gimbal_jax.config import GPU_ENGINE, MeshConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, step_bytes
+from gimbal_jax.planning.check import server_config
+from gimbal_jax.planning.checks import kv_tokens
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
 from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.links import link_kinds
 from gimbal_jax.planning.plan import (
     CLOSE,
     MeshPlan,
@@ -19,14 +22,16 @@ from gimbal_jax.planning.plan import (
     plan_mesh,
     plan_meshes,
     recommended,
-    serve_command,
+    serve_commands,
     smallest_count,
 )
-from gimbal_jax.planning.plan_report import plan_json
+from gimbal_jax.planning.plan_report import heading, nothing_fits, plan_json, plan_lines, plan_table
 from gimbal_jax.serving.batch import step_buckets
 
 QWEN, LARGE = PRESETS["Qwen3-30B-A3B"], PRESETS["Qwen3-235B-A22B"]
 H100, H200 = gpu_kinds()["H100"], gpu_kinds()["H200"]
+IB400 = link_kinds()["ib400"]
+TWO_NODES = PlanRequest(LARGE, H100, 16, nodes=2, link=IB400)
 
 
 def fitting(request: PlanRequest) -> list[MeshPlan]:
@@ -166,12 +171,87 @@ def test_json_says_what_the_plans_say():
     found = plan_json("model", request, plans)
     assert [plan["kv_tokens"] for plan in found["plans"]] == [plan.kv_tokens for plan in fitting(request)]
     best = recommended(plans)
-    assert best is not None and found["recommended"] == {"dp": best.mesh.dp, "tp": best.mesh.tp}
+    assert best is not None and found["recommended"] == {"dp": best.mesh.dp, "tp": best.mesh.tp, "nodes": 1}
 
 
 def test_the_command_has_every_setting_of_the_plan():
     request = PlanRequest(QWEN, H100, 4, replace(GPU_ENGINE, exchange="sparse"), utilisation=0.8)
-    assert " ".join(serve_command("folder", request, MeshConfig(2, 2))) == (
+    (words,) = serve_commands("folder", request, MeshConfig(2, 2))
+    assert " ".join(words) == (
         "gimbal serve folder --dp 2 --tp 2 --dtype bfloat16 --max-model-len 4096 --page-size 64 --max-rows 128 "
         "--token-budget 8192 --tile 64 --exchange sparse --memory-utilisation 0.8"
+    )
+
+
+def test_on_several_nodes_every_process_has_a_command():
+    commands = serve_commands("folder", TWO_NODES, MeshConfig(4, 4, 2))
+    (alone,) = serve_commands("folder", TWO_NODES, MeshConfig(4, 4))
+    for process, words in enumerate(commands):
+        assert words[: len(alone)] == alone
+        together = "--coordinator HOST_OF_PROCESS_0:PORT --secret-file SECRET_FILE --processes 2 --process"
+        assert " ".join(words[len(alone) :]) == f"{together} {process}"
+    assert len(commands) == 2
+
+
+def test_engines_lie_within_nodes():
+    plans = plan_meshes(TWO_NODES)
+    assert [plan.mesh for plan in plans] == [MeshConfig(16 // tp, tp, 2) for tp in (1, 2, 4, 8, 16)]
+    assert [isinstance(plan, MeshPlan) for plan in plans] == [True] * 4 + [False]
+    crossing = plans[-1]
+    assert isinstance(crossing, Refused)
+    assert crossing.reason == (
+        "tp = 16 must divide the 8 GPUs of a node, so that engines lie within nodes: a GPU has 450 GB/s there, "
+        "and 50 GB/s over ib400"
+    )
+    best = recommended(plans)
+    assert best is not None and best.mesh.tp <= 8 and best.concurrent > 0
+    # A node of 6: an engine of 4 would lie on two.
+    twelve = PlanRequest(LARGE, H100, 12, nodes=2, link=IB400)
+    assert "must divide the 6 GPUs of a node" in plan_mesh(twelve, MeshConfig(3, 4, 2)).reason  # type: ignore[union-attr]
+
+
+def test_nodes_change_times_and_not_memory():
+    slow = replace(TWO_NODES, link=link_kinds()["eth100"])
+    one_node = {plan.mesh.tp: plan for plan in fitting(PlanRequest(LARGE, H100, 16))}
+    for plan in fitting(slow):
+        alone = one_node[plan.mesh.tp]
+        assert (plan.memory, plan.kv_tokens, plan.concurrent) == (alone.memory, alone.kv_tokens, alone.concurrent)
+        assert plan.requests_per_second < alone.requests_per_second
+        # 4,096 numbers to the other node and back, and slot, weight and position of 8 experts.
+        assert (plan.far_bytes, alone.far_bytes) == (2 * 8192 + 12 * 8, 0)
+
+
+def test_only_times_need_a_link():
+    config = server_config(PlanRequest(LARGE, H100, 16, nodes=2), MeshConfig(4, 4, 2))
+    plan = plan_mesh(TWO_NODES, MeshConfig(4, 4, 2))
+    assert isinstance(plan, MeshPlan) and kv_tokens(config) == plan.kv_tokens
+    with pytest.raises(ValueError, match="link: several nodes need a network"):
+        plan_meshes(PlanRequest(LARGE, H100, 16, nodes=2))
+    with pytest.raises(ValueError, match="nodes must divide the 16 GPUs, not 3"):
+        PlanRequest(LARGE, H100, 16, nodes=3)
+
+
+def test_too_few_nodes_say_how_many_would_do():
+    request = PlanRequest(LARGE, H100, 4, nodes=2, link=IB400)
+    assert smallest_count(request) == 8
+    assert smallest_count(replace(request, count=2)) == 16  # nodes of one GPU, which hold engines of one
+    assert nothing_fits(request, plan_meshes(request)).startswith("no mesh of 2 nodes of 2 x H100 serves the model")
+    assert nothing_fits(request, plan_meshes(request)).endswith("the fewest that would is 8 (4 nodes of 2)")
+
+
+def test_reports_show_what_crosses_nodes():
+    plans = plan_meshes(TWO_NODES)
+    assert heading("large", TWO_NODES).startswith("large (bfloat16) on 2 nodes of 8 x H100 over ib400, ")
+    network = {str(column.header): list(column.cells) for column in plan_table(TWO_NODES, plans).columns}
+    # 8,192 tokens in 94 layers, each once to the other node and back, over 16 cards.
+    assert network["network\nMB/GPU"] == [f"{8192 * 94 * (2 * 8192 + 96) / 16 / 1e6:,.0f}"] * 4
+    lines = "\n".join(plan_lines(TWO_NODES, plans))
+    assert "Across nodes, of the exchange: 16.5 kB by gather (once to each other node), 54.2 kB by sparse" in lines
+    found = plan_json("large", TWO_NODES, plans)
+    assert (found["gpus"], found["nodes"], found["link"]["name"]) == (16, 2, "ib400")
+    assert found["far_exchange_bytes"]["gather"] == found["plans"][0]["far_bytes"] == 2 * 8192 + 96
+    alone = PlanRequest(LARGE, H100, 8)
+    text = "\n".join([heading("large", alone), *plan_lines(alone, plan_meshes(alone))])
+    assert "node" not in text and "network" not in str(
+        [c.header for c in plan_table(alone, plan_meshes(alone)).columns]
     )

@@ -47,6 +47,16 @@ def test_kv_heads_are_where_their_query_heads_are(tp):
         assert shard.kv_copies == tp // 4
 
 
+def test_nodes_hold_ranks_in_order():
+    held = shards(QWEN, MeshConfig(4, 2, 2), IN_PLACE)
+    assert [shard.node for shard in held] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [shard.engine for shard in held] == [0, 0, 1, 1, 2, 2, 3, 3]
+    one_node = shards(QWEN, MeshConfig(4, 2), IN_PLACE)
+    assert [replace(shard, node=0) for shard in held] == one_node
+    headers = [[column.header for column in shard_table("title", of).columns] for of in (held, one_node)]
+    assert headers[0] == ["node", *headers[1]]
+
+
 def test_experts_are_by_the_placement():
     slots_E = np.random.default_rng(0).permutation(128)
     held = shards(QWEN, MeshConfig(2, 2), slots_E)
@@ -58,6 +68,8 @@ def test_experts_are_by_the_placement():
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="num_experts = 128 must be divisible"):
         shards(QWEN, MeshConfig(3, 1), IN_PLACE)
+    with pytest.raises(ValueError, match="nodes = 3 must divide the 8 devices"):
+        shards(QWEN, MeshConfig(4, 2, 3), IN_PLACE)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +91,17 @@ def test_one_row_and_one_card_a_device(tmp_path):
     # Frames of experts that have moved.
     still, framed = ((picture[..., :3].sum(axis=-1) < 0.1).sum() for picture in pixels)
     assert framed > 1.5 * still
+
+
+def test_nodes_are_frames_around_their_cards(tmp_path):
+    shares = {}
+    for mesh in (MeshConfig(2, 2), MeshConfig(2, 2, 2), MeshConfig(1, 4, 4)):  # the last: an engine over four nodes
+        path = tmp_path / f"{mesh.nodes}.png"
+        draw_mesh("title", QWEN, shards(QWEN, mesh, IN_PLACE), path)
+        picture = matplotlib.image.imread(path)[..., :3]
+        tinted = (abs(picture - np.array([0xE8, 0xEE, 0xF7]) / 255) < 0.004).all(axis=-1)
+        shares[mesh.nodes] = tinted.mean()
+        if mesh.nodes > 1:  # rows of pixels with a frame, in one run for each node
+            framed = np.concatenate([[False], tinted.mean(axis=1) > 0.01, [False]])
+            assert (framed[1:] & ~framed[:-1]).sum() == mesh.nodes
+    assert shares[1] == 0 and min(shares[2], shares[4]) > 0.05

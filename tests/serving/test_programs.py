@@ -271,7 +271,7 @@ def test_the_key_follows_from_all_that_makes_a_program(monkeypatch, tmp_path):
     }
     with jax.default_matmul_precision("highest"):
         keys.add(programs_key(MODEL, config, "float32", devices))
-    monkeypatch.setattr(programs, "_version", lambda package: "other")
+    monkeypatch.setattr(programs, "installed_version", lambda package: "other")
     keys.add(programs_key(MODEL, config, "float32", devices))
     monkeypatch.undo()
     monkeypatch.setattr(programs, "PACKAGE", tmp_path)
