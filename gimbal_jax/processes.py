@@ -104,6 +104,8 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
     # It would catch SIGTERM, which is ours to drain by.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # A folder that not all see would have some compile, and wait for those that do not (see ``serving.programs``).
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         jax.distributed.initialize(
             coordinator_address=address_of(processes.coordinator) if processes else None,

@@ -112,6 +112,7 @@ def gather(
             found = channel.gather(_facts(checkpoint, config, options), GATHER_S, console.print)
         group = Group(channel, [socket.gethostname(), *(about[HOST] for about in found)])
         channel.watch(group.lost)
+        _check_save(options)
         console.print(f"{processes.count} processes agree, on {', '.join(dict.fromkeys(group.hosts))}")
         yield group
     except BaseException as error:
@@ -141,6 +142,7 @@ def follow(
     failure = "it ended"
     try:
         _leave_signals_to_leader()
+        _check_save(options)
         runner = load_runner(checkpoint, config, options, devices)
         warm_up(runner)
         gather_pages(runner)
@@ -203,11 +205,21 @@ def _leave_signals_to_leader() -> None:
 
 
 def _facts(checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions) -> dict[str, str]:
+    import jax
+
     from gimbal_jax.model.fingerprint import checkpoint_fingerprint
     from gimbal_jax.serving.agreement import facts_of
 
-    acted_on = {"--save": options.save}
+    acted_on = {"--save": options.save, "devices": jax.local_device_count()}
     return facts_of(checkpoint.config, config, checkpoint_fingerprint(checkpoint.folder), acted_on)
+
+
+def _check_save(options: ServeOptions) -> None:
+    """All processes together: refuse a folder that not all of them see."""
+    from gimbal_jax.model.orbax_checkpoint import check_shared_target
+
+    if options.save is not None:
+        check_shared_target(options.save)
 
 
 def _secret(options: ServeOptions) -> bytes:

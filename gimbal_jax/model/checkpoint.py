@@ -150,11 +150,9 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        index = folder / "model.safetensors.index.json"
-        listed = _weight_map(index) if index.exists() else {}
-        files = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
+        listed = _listed(folder)
         self._file_of: dict[str, Any] = {}
-        for name in files:
+        for name in _names(listed):
             try:
                 file = safe_open(folder / name, framework="numpy")
             except FileNotFoundError as error:
@@ -164,7 +162,7 @@ class SafetensorsFolder:
             except OSError as error:  # its text names no file
                 raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
-        if lost := sorted(set(listed) - set(self._file_of)):
+        if lost := sorted(set(listed or ()) - set(self._file_of)):
             raise CheckpointError(f"{folder}: tensors that the index lists are in no file: {_some(lost)}")
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
@@ -255,20 +253,33 @@ def load_safetensors(
 
 
 def _to_devices(read: Callable[[Index], np.ndarray], target: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array from its shards, of which the host holds one at a time."""
-    held: Index | None = None
-    shard, arrays = None, []
+    """An array from the shards of this process's devices; the host reads each once, and holds one at a time."""
+    devices_of: dict[Index, list[jax.Device]] = {}
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
-        if index != held:
-            shard = None
-            gc.collect(0)  # until a collection, jax keeps the host's copy of what it has transferred
-            held, shard = index, read(index)
-        arrays.append(jax.block_until_ready(jax.device_put(shard, device)))
+        devices_of.setdefault(index, []).append(device)
+    arrays = []
+    for index, devices in devices_of.items():
+        shard = read(index)
+        arrays += [jax.block_until_ready(jax.device_put(shard, device)) for device in devices]
+        del shard
+        gc.collect(0)  # until a collection, jax keeps the host's copy of what it has transferred
     return jax.make_array_from_single_device_arrays(target.shape, target.sharding, arrays)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """File of each tensor."""
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, in the order of their names; raises CheckpointError for a damaged index."""
+    return [folder / name for name in _names(_listed(folder))]
+
+
+def _names(listed: dict[str, str] | None) -> list[str]:
+    return ["model.safetensors"] if listed is None else sorted(set(listed.values()))
+
+
+def _listed(folder: Path) -> dict[str, str] | None:
+    """File of each tensor by the folder's index, if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return None
     try:
         files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:

@@ -1,11 +1,13 @@
 """Orbax checkpoints: weights in slot order, with the placement that the order follows.
 
-They restore straight into any mesh that the model fits, whatever mesh they were saved from.
+They restore straight into any mesh that the model fits, whatever mesh they were saved from. Where a mesh spans
+processes, each writes and reads its own shards, and all of them save and restore together.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.checkpoint import CheckpointError, differences
@@ -39,23 +42,52 @@ def check_target(folder: Path) -> None:
         raise CheckpointError(f"{folder}: Orbax cannot write below a folder with [ in its name")
 
 
+def check_shared_target(folder: Path) -> None:
+    """Raise CheckpointError or OSError in every process if one of them cannot write here, or not where others do.
+
+    All processes call it together. Where there are several it makes the folder.
+    """
+    if jax.process_count() == 1:
+        return check_target(folder)
+    marks = [folder / f".process-{process}" for process in range(jax.process_count())]
+    own = marks[jax.process_index()]
+
+    def mark() -> None:
+        check_target(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        own.touch()
+
+    def see_the_others() -> None:
+        if unseen := [process for process, path in enumerate(marks) if not path.exists()]:
+            raise CheckpointError(f"{folder}: what process {unseen[0]} writes is not seen here; all must share it")
+
+    try:
+        _together(mark)
+        _together(see_the_others)
+    finally:
+        if own.exists():
+            own.unlink()
+
+
 def save_orbax(folder: Path, source: Path, weights: nnx.State, slot_of_expert_LE: np.ndarray) -> None:
     """Write an Orbax checkpoint, complete with configuration and tokenizer copied from ``source``.
 
-    Raises CheckpointError as ``check_target`` does.
+    All processes of the weights' mesh call it together, with one folder that they share. Raises as
+    ``check_shared_target`` does.
     """
     import orbax.checkpoint as ocp  # a tenth of all imports, which other checkpoints do without
 
-    check_target(folder)
+    check_shared_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:  # before the weights: with them the checkpoint is complete
+        for name in SIDE_FILES:
+            if (source / name).exists() and source.resolve() != folder.resolve():
+                shutil.copy(source / name, folder / name)
     tree = _tree(weights, slot_of_expert_LE)
     kv_heads = tree["layers.0.attention.qkv"].shape[1]
     with ocp.StandardCheckpointer() as checkpointer:
         about = {"format": FORMAT, "kv_heads": kv_heads}
         checkpointer.save((folder / WEIGHTS).absolute(), tree, custom_metadata=about)
-    for name in SIDE_FILES:
-        if (source / name).exists() and source.resolve() != folder.resolve():
-            shutil.copy(source / name, folder / name)
 
 
 def load_orbax(folder: Path, config: ModelConfig, abstract: nnx.State) -> tuple[nnx.State, np.ndarray]:
@@ -132,6 +164,20 @@ def _on_mesh(array: jax.Array, wanted: jax.ShapeDtypeStruct, kv_heads: int) -> j
     if array.shape == wanted.shape:
         return array
     return jax.jit(lambda x: regroup(regroup(x, kv_heads), wanted.shape[-3]), out_shardings=wanted.sharding)(array)
+
+
+def _together(check: Callable[[], None]) -> None:
+    """Run a check in every process, and raise in all of them if it fails in one."""
+    failure: CheckpointError | OSError | None = None
+    try:
+        check()
+    except (CheckpointError, OSError) as error:
+        failure = error
+    (failed,) = multihost_utils.process_allgather(np.array(failure is not None)).nonzero()
+    if failure is not None:
+        raise failure
+    if failed.size:
+        raise CheckpointError(f"process {failed[0]} cannot write the checkpoint; it says why")
 
 
 def _is_variable(node: Any) -> bool:

@@ -96,7 +96,8 @@ async def answer(client: GimbalClient, i: int, max_tokens: int = 24) -> tuple[li
     """Greedy tokens of one stream, and how it ended: a finish reason, or a status and its text."""
     rng = np.random.default_rng(i)
     prompt = rng.integers(3, 128, rng.integers(1, 20)).tolist()
-    tokens, end = [], ""
+    tokens: list[int] = []
+    end = ""
     try:
         async for chunk in client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
             tokens += chunk.token_ids
