@@ -23,6 +23,7 @@ from gimbal_jax.config import (
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, save_counts
 from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
 from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.eplb import replicated_placement
 from gimbal_jax.scheduler.late import Room, Unbound, bind
 from gimbal_jax.scheduler.migration import Migration, Round, migration_between, plan_rounds
@@ -30,7 +31,7 @@ from gimbal_jax.scheduler.objective import Objective, placement_cost_L, window_o
 from gimbal_jax.scheduler.placement import Proposal, propose, static_placement
 from gimbal_jax.scheduler.queue import Job, queue_key
 from gimbal_jax.scheduler.trace import Trace, idle_trace
-from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, rank_load_LR, remote_share
+from gimbal_jax.scheduler.traffic import expert_pressure_S, far_share, imbalance_L, rank_load_LR, remote_share
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 from gimbal_jax.version import __version__
 
@@ -67,9 +68,11 @@ __all__ = [
     "__version__",
     "bind",
     "choose_engine",
+    "distance_SR",
     "exact_answer",
     "exchange_table",
     "expert_pressure_S",
+    "far_share",
     "idle_trace",
     "imbalance_L",
     "load_counts",

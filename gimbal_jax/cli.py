@@ -65,6 +65,7 @@ def place(
     window: Annotated[int | None, typer.Option(min=0, help="Window of the file, from 0; else all together.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Compare this many layers only, evenly spaced.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for a layer, for the exact solver.")] = 60.0,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that the file's ranks are on, evenly and in order.")] = 1,
     alpha: Annotated[float, typer.Option(min=0, help="Weight of communication.")] = PlacementConfig.alpha,
     beta: Annotated[float, typer.Option(min=0, help="Weight of uneven load.")] = PlacementConfig.beta,
     gamma: Annotated[float, typer.Option(min=0, help="Weight of moves.")] = PlacementConfig.gamma,
@@ -78,7 +79,6 @@ def place(
     with errors_said():
         from gimbal_jax import place as placing
         from gimbal_jax.scheduler.counts_file import load_counts, save_placement
-        from gimbal_jax.scheduler.placement import assign_slots
 
         file = load_counts(counts)
         if window is not None:
@@ -87,16 +87,16 @@ def place(
         if unknown := sorted({*policy} - {*ALL_POLICIES}):
             raise ValueError(f"--policy {unknown[0]}: must be one of {', '.join(ALL_POLICIES)}")
         policies = sorted((name for name in ALL_POLICIES if name in policy), key=policy.index)
-        everywhere = [placing.policy_answer(name, file, config) for name in ("static", *policies)]
+        everywhere = [placing.policy_answer(name, file, config, nodes) for name in ("static", *policies)]
         if save is not None:
-            slot_LE = assign_slots(everywhere[-1].rank_LE, file.slot_of_expert_WLE[-1], file.ranks)
+            slot_LE = everywhere[-1].slot_of_expert_LE
             save_placement(save, slot_LE, {"ranks": file.ranks, "policy": everywhere[-1].name})
         layer_L = placing.spaced_layers(file, layers)
         answers = [answer.of_layers(layer_L) for answer in everywhere]
         exact = None
         if compare == "exact":
             with progress_bar("solving") as progress:
-                exact, solver = placing.exact_reference(answers[0].objective, time_limit, progress)
+                exact, solver = placing.exact_reference(answers[0], time_limit, progress)
             console.print(solver)
         for table in placing.tables(answers, layer_L, exact):
             Console().print(table)

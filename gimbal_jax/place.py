@@ -14,13 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Column, Table
 
-from gimbal_jax.config import OfflinePolicy, PlacementConfig, PlacementPolicy
+from gimbal_jax.config import MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
 from gimbal_jax.scheduler.counts_file import CountsFile
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.moetuner import moetuner_placement
 from gimbal_jax.scheduler.objective import Objective, window_objective
-from gimbal_jax.scheduler.placement import propose
+from gimbal_jax.scheduler.placement import assign_slots, propose
 from gimbal_jax.scheduler.sem_moe import sem_moe_plan
-from gimbal_jax.scheduler.traffic import merge_windows, rank_of_expert
+from gimbal_jax.scheduler.traffic import far_tokens_L, merge_windows, rank_of_expert, remote_tokens_L
 
 WORST_LAYERS = 5
 
@@ -31,18 +32,34 @@ class Answer:
 
     name: str
     objective: Objective
-    rank_LE: np.ndarray
+    counts_LSE: np.ndarray
+    """What the objective is of."""
+    mesh: MeshConfig
+    slot_of_expert_LE: np.ndarray
     seconds: float
     """Time that it took, for all layers."""
+
+    @property
+    def rank_LE(self) -> np.ndarray:
+        return rank_of_expert(self.slot_of_expert_LE, self.mesh.ranks)
 
     @property
     def cost_L(self) -> np.ndarray:
         return self.objective.cost_L(self.rank_LE)
 
     @property
-    def remote_L(self) -> np.ndarray:
-        """Share of each layer's expert tokens that leave their source's ranks: the objective's comm."""
+    def comm_L(self) -> np.ndarray:
         return self.objective.comm_L(self.rank_LE)
+
+    @property
+    def remote_L(self) -> np.ndarray:
+        """Share of each layer's expert tokens that leave their source's ranks."""
+        return remote_tokens_L(self.counts_LSE, self.slot_of_expert_LE, self.mesh.ranks) / self._total_L
+
+    @property
+    def far_L(self) -> np.ndarray:
+        """Share of each layer's expert tokens that leave their source's node."""
+        return far_tokens_L(self.counts_LSE, self.slot_of_expert_LE, self.mesh) / self._total_L
 
     @property
     def fullest_L(self) -> np.ndarray:
@@ -54,7 +71,16 @@ class Answer:
         return self.rank_LE != self.objective.old_rank_LE
 
     def of_layers(self, layers: np.ndarray) -> Answer:
-        return replace(self, objective=self.objective.of_layers(layers), rank_LE=self.rank_LE[layers])
+        return replace(
+            self,
+            objective=self.objective.of_layers(layers),
+            counts_LSE=self.counts_LSE[layers],
+            slot_of_expert_LE=self.slot_of_expert_LE[layers],
+        )
+
+    @property
+    def _total_L(self) -> np.ndarray:
+        return np.maximum(self.counts_LSE.sum(axis=(1, 2)), 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +95,7 @@ class Agreement:
     same_moves: float
     """Share of the experts moved by the exact answer that the other moves to the same rank; 1 if there are none."""
     comm_gap: float
-    """Remote tokens over the exact answer's, less 1."""
+    """The objective's comm over that of the exact answer, less 1."""
 
 
 def agreement(answer: Answer, exact: Answer) -> Agreement:
@@ -81,7 +107,7 @@ def agreement(answer: Answer, exact: Answer) -> Agreement:
         worst_excess=float(excess_L.max()),
         same=float(same_LE.mean()),
         same_moves=float(same_LE[moves_LE].mean()) if moves_LE.any() else 1.0,
-        comm_gap=float(answer.remote_L.sum() / max(exact.remote_L.sum(), 1e-12) - 1),
+        comm_gap=float(answer.comm_L.sum() / max(exact.comm_L.sum(), 1e-12) - 1),
     )
 
 
@@ -100,15 +126,20 @@ def spaced_layers(file: CountsFile, most: int | None) -> np.ndarray:
     return np.linspace(0, layers - 1, min(layers, most or layers)).round().astype(int)
 
 
-def policy_answer(policy: PlacementPolicy | OfflinePolicy, file: CountsFile, config: PlacementConfig) -> Answer:
+def policy_answer(
+    policy: PlacementPolicy | OfflinePolicy, file: CountsFile, config: PlacementConfig, nodes: int = 1
+) -> Answer:
     """What a policy makes of all windows of the file together, with the last one's placement in force.
 
+    The file's ranks are on so many nodes, evenly and in order.
     Scored under ``config``, whatever the policy's own weights are. ``sem_moe`` also decides which engine
     gets each request, so it is scored on the traffic that follows from that.
-    Raises ValueError where the file lacks what the policy needs.
+    Raises ValueError where the file lacks what the policy needs, or the ranks do not divide over the nodes.
     """
     counts_LSE, slot_LE, ranks = merge_windows(file.counts_WLSE), file.slot_of_expert_WLE[-1], file.ranks
     sources = counts_LSE.shape[1]
+    mesh = MeshConfig(sources, ranks // sources, nodes)
+    apart_SR = distance_SR(mesh, config.far_distance)
     began = time.perf_counter()
     if policy == "moetuner":
         if file.transitions_LEE is None:
@@ -121,25 +152,24 @@ def policy_answer(policy: PlacementPolicy | OfflinePolicy, file: CountsFile, con
         new_slot_LE = plan.slot_of_expert_LE
         counts_LSE = np.stack([file.request_counts_NLE[plan.engine_N == s].sum(axis=0) for s in range(sources)], axis=1)
     else:
-        new_slot_LE = propose(counts_LSE, slot_LE, ranks, replace(config, policy=policy)).slot_of_expert_LE
+        new_slot_LE = propose(counts_LSE, slot_LE, mesh, replace(config, policy=policy)).slot_of_expert_LE
     seconds = time.perf_counter() - began
-    objective = window_objective(counts_LSE, slot_LE, ranks, config)
-    return Answer(policy, objective, rank_of_expert(new_slot_LE, ranks), seconds)
+    objective = window_objective(counts_LSE, slot_LE, apart_SR, config)
+    return Answer(policy, objective, counts_LSE, mesh, new_slot_LE, seconds)
 
 
-def exact_reference(
-    objective: Objective, time_limit_s: float, progress: Callable[[int, int], None]
-) -> tuple[Answer, str]:
-    """The exact solver's answer, and what it says of it in one line."""
+def exact_reference(staying: Answer, time_limit_s: float, progress: Callable[[int, int], None]) -> tuple[Answer, str]:
+    """The exact solver's answer, from the placement in force on, and what it says of it in one line."""
     from gimbal_jax.scheduler.exact import exact_answer  # loads scipy
 
-    found = exact_answer(objective, time_limit_s=time_limit_s, progress=progress)
+    found = exact_answer(staying.objective, time_limit_s=time_limit_s, progress=progress)
     states = ", ".join(f"{found.status_L.count(state)} {state}" for state in sorted(set(found.status_L)))
     line = (
         f"exact: {states}; gap {found.gap_L.mean():.3%} on average, {found.gap_L.max():.3%} at worst; "
         f"{found.seconds_L.mean():.2f} s a layer, {found.seconds_L.max():.2f} s at worst"
     )
-    return Answer("exact", objective, found.rank_LE, float(found.seconds_L.sum())), line
+    slot_LE = assign_slots(found.rank_LE, staying.slot_of_expert_LE, staying.mesh.ranks)
+    return replace(staying, name="exact", slot_of_expert_LE=slot_LE, seconds=float(found.seconds_L.sum())), line
 
 
 def tables(answers: Sequence[Answer], layers: np.ndarray, exact: Answer | None) -> list[Table]:
@@ -156,13 +186,15 @@ def tables(answers: Sequence[Answer], layers: np.ndarray, exact: Answer | None) 
 def _summary(answers: Sequence[Answer]) -> Table:
     layers = len(answers[0].rank_LE)
     table = Table(Column("", no_wrap=True), title=f"Placements, mean of {layers} MoE layers (mean rank load = 1)")
-    for column in ["objective", "remote", "load term", "fullest", "moved", "ms"]:
+    several = answers[0].mesh.nodes > 1
+    for column in ["objective", "remote", *(["far"] if several else []), "load term", "fullest", "moved", "ms"]:
         table.add_column(column, justify="right")
     for answer in answers:
         table.add_row(
             answer.name,
             f"{answer.cost_L.mean():.4f}",
             f"{answer.remote_L.mean():.1%}",
+            *([f"{answer.far_L.mean():.1%}"] if several else []),
             f"{answer.objective.load_L(answer.rank_LE).mean():.4f}",
             f"{answer.fullest_L.mean():.3f}",
             f"{answer.moves_LE.sum():,} ({answer.moves_LE.mean():.0%})",
@@ -173,7 +205,7 @@ def _summary(answers: Sequence[Answer]) -> Table:
 
 def _beside_exact(answers: Sequence[Answer], exact: Answer) -> Table:
     table = Table(Column("", no_wrap=True), title="Beside the exact answer")
-    for column in ["objective", "at worst", "same rank", "moved to the same", "remote tokens"]:
+    for column in ["objective", "at worst", "same rank", "moved to the same", "comm"]:
         table.add_column(column, justify="right")
     for answer in answers:
         found = agreement(answer, exact)

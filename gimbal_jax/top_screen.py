@@ -234,6 +234,8 @@ def _decisions(data: dict[str, Any]) -> list[RenderableType]:
         if one["experts_moved"]:
             line.append(f"{one['experts_moved']:,} experts, gain {one['gain']:.1%}  ")
             even += f" → {one['imbalance_after']:.2f}x, remote {one['remote_before']:.0%} → {one['remote_after']:.0%}"
+            if one["far_before"]:
+                even += f", far {one['far_before']:.0%} → {one['far_after']:.0%}"
         if one["outcome"] in ("kept", "failed"):
             even += f"; {one['reason']}"
         lines.append(line.append(even, "dim"))

@@ -8,6 +8,7 @@ import pytest
 
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.counts_file import save_counts
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.placement import propose
 from gimbal_jax.scheduler.traffic import rank_of_expert
@@ -27,8 +28,9 @@ def test_a_result_says_what_the_policies_give():
     windows = synthetic(per_kind=1, ranks=4, seed=1)
     config = PlacementConfig(beta=0.3, gamma=0.1)
     result = compare(windows, config, time_limit_s=10, gap=1e-3)
-    objective = window_objective(windows.counts_LSE, windows.slot_of_expert_LE, 4, config)
-    proposal = propose(windows.counts_LSE, windows.slot_of_expert_LE, 4, config)
+    apart_SR = distance_SR(windows.mesh, config.far_distance)
+    objective = window_objective(windows.counts_LSE, windows.slot_of_expert_LE, apart_SR, config)
+    proposal = propose(windows.counts_LSE, windows.slot_of_expert_LE, windows.mesh, config)
     rank_LE = rank_of_expert(proposal.slot_of_expert_LE, 4)
     greedy, exact = result.policies["gimbal"], result.policies["exact"]
     assert greedy["moved"] == pytest.approx(proposal.experts_moved / rank_LE.size)

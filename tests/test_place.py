@@ -1,5 +1,6 @@
 """``gimbal place``: policies side by side on a counts file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -8,16 +9,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gimbal_jax.cli import ALL_POLICIES, app
-from gimbal_jax.config import PlacementConfig
+from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.place import Answer, agreement, one_window, policy_answer, spaced_layers, tables
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, load_placement, save_counts
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.sem_moe import sem_moe_plan
-from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_share
+from gimbal_jax.scheduler.traffic import far_share, imbalance_L, rank_of_expert, remote_share
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 
 LAYERS, EXPERTS, RANKS = 4, 32, 4
+MESH = MeshConfig(dp=2, tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +97,28 @@ def test_figures_are_those_of_the_traffic(file):
     window = one_window(file, 1)
     answer = policy_answer("gimbal_refined", window, PlacementConfig())
     counts_LSE = file.counts_WLSE[1]
-    proposal = propose(counts_LSE, file.slot_of_expert_WLE[1], RANKS, PlacementConfig("gimbal_refined"))
+    proposal = propose(counts_LSE, file.slot_of_expert_WLE[1], MESH, PlacementConfig("gimbal_refined"))
     assert answer.fullest_L == pytest.approx(imbalance_L(counts_LSE, proposal.slot_of_expert_LE, RANKS))
     assert answer.remote_L.mean() == pytest.approx(remote_share(counts_LSE, proposal.slot_of_expert_LE, RANKS))
     assert answer.cost_L.mean() == pytest.approx(proposal.cost_after)
     assert answer.moves_LE.sum() == proposal.experts_moved
+
+
+def test_over_several_nodes_distances_decide_and_what_crosses_is_shown(path, file, tmp_path):
+    window = one_window(file, 1)
+    counts_LSE, mesh = file.counts_WLSE[1], replace(MESH, nodes=2)
+    here, over_two = (policy_answer("gimbal_refined", window, PlacementConfig(), nodes) for nodes in (1, 2))
+    proposal = propose(counts_LSE, file.slot_of_expert_WLE[1], mesh, PlacementConfig("gimbal_refined"))
+    assert over_two.cost_L.mean() == pytest.approx(proposal.cost_after)
+    assert over_two.far_L.mean() == pytest.approx(far_share(counts_LSE, proposal.slot_of_expert_LE, mesh))
+    assert not here.far_L.any()
+    plain, result = (place("--counts", path, "--picture", tmp_path / "p.png", *more) for more in ((), ("--nodes", 2)))
+    assert "far" not in plain.stdout and result.exit_code == 0
+    (title,) = (line for line in result.stdout.splitlines() if "fullest" in line and "moved" in line)
+    cells = [line.split("│") for line in result.stdout.splitlines() if "gimbal_refined" in line]
+    shown = [name.strip() for name in title.split("┃")].index("far")
+    everything = policy_answer("gimbal_refined", file, PlacementConfig(), 2)
+    assert cells[0][shown].strip() == f"{everything.far_L.mean():.1%}"
 
 
 def test_sem_moe_is_scored_on_the_traffic_of_its_own_dispatch(file):
@@ -112,10 +132,11 @@ def test_agreement_by_hand():
     # Each expert serves one source: 0 and 3 are local to source 0's rank 0 only, 1 and 2 to source 1's.
     counts_LSE = np.array([[[4, 0, 0, 4], [0, 4, 4, 0]]])
     config = PlacementConfig(alpha=1.0, beta=1.0, gamma=0.4)
-    objective = window_objective(counts_LSE, static_placement(1, 4, 2), 2, config)
-    stay = Answer("stay", objective, np.array([[0, 0, 1, 1]]), 0.0)
-    exact = Answer("exact", objective, np.array([[0, 1, 1, 0]]), 0.0)
-    other = Answer("other", objective, np.array([[1, 1, 0, 0]]), 0.0)
+    mesh = MeshConfig(2, 1)
+    objective = window_objective(counts_LSE, static_placement(1, 4, 2), distance_SR(mesh, 9.0), config)
+    stay = Answer("stay", objective, counts_LSE, mesh, np.array([[0, 1, 2, 3]]), 0.0)
+    exact = replace(stay, name="exact", slot_of_expert_LE=np.array([[0, 2, 3, 1]]))
+    other = replace(stay, name="other", slot_of_expert_LE=np.array([[2, 3, 0, 1]]))
     assert [float(answer.cost_L[0]) for answer in (stay, exact, other)] == pytest.approx([0.5, 0.2, 0.9])
     found = agreement(stay, exact)
     assert (found.excess, found.worst_excess, found.same, found.same_moves) == pytest.approx((1.5, 1.5, 0.5, 0.0))
@@ -154,9 +175,10 @@ def test_what_a_file_lacks_is_an_error(file):
     [
         (
             ("--policy", "best"),
-            "--policy best: must be one of gimbal, gimbal_refined, gimbal_uncalibrated, eplb, static",
+            "--policy best: must be one of gimbal, gimbal_refined, gimbal_uncalibrated, eplb, eplb_hierarchical, stat",
         ),
         (("--window", 2), "window must be from 0 to 1, not 2"),
+        (("--nodes", 3), "4 ranks cannot be split over 3 nodes; possible: 1, 2, 4"),
         (("--counts", "none.npz"), "none.npz"),
     ],
 )

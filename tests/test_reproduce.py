@@ -33,7 +33,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_what_is_missing_is_computed_once_and_errors_are_told(tmp_path):
     store = ResultStore(tmp_path / "results.jsonl")
     by_share = replace(SMALL, share_of_capacity=0.5)
-    bad = replace(SMALL, nodes=3)
+    bad = replace(SMALL, mesh=replace(SMALL.mesh, nodes=3))
     (error,) = compute_all([SMALL, by_share, bad], store, jobs=2)
     assert "nodes" in error and bad not in store
     capacity = capacity_task(by_share)

@@ -11,14 +11,9 @@ from gimbal_jax import serve_cli
 from gimbal_jax.cli import app
 from gimbal_jax.config import GPU_ENGINE, EngineConfig, NetworkConfig
 from gimbal_jax.model.hf_config import load_config
-from gimbal_jax.serve_cli import (
-    find_checkpoint,
-    gateway_config,
-    network_config,
-    program_cache,
-    server_config,
-)
+from gimbal_jax.serve_cli import find_checkpoint, gateway_config, network_config, server_config
 from gimbal_jax.serve_options import ServeOptions
+from gimbal_jax.serve_runner import program_cache
 from gimbal_jax.serving.programs import compile_programs
 
 BASE = Path(__file__).parent / "goldens" / "base"

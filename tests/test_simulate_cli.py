@@ -36,7 +36,7 @@ def test_a_run_is_told_and_appended(tmp_path):
         json.loads(json.dumps(run_scenario(Scenario(workload=workload, routing=BALANCED, seed=seed))))
         for seed in (0, 1)
     ]
-    shown = result.stdout
+    shown = " ".join(result.stdout.split())  # wherever lines are broken
     assert f"{lines[1]['clients']['ttft_mean_s'] * 1e3:,.1f}" in shown
     assert f"{lines[1]['remote_share']:.1%}" in shown
     for words in (
@@ -54,24 +54,28 @@ def test_a_run_is_told_and_appended(tmp_path):
 def test_options_reach_the_scenario(tmp_path):
     path = tmp_path / "run.jsonl"
     traffic = ("--topics", 2, "--persistence", 0.5, "--trend", 0.25, "--trend-s", 5)
-    server = ("--token-budget", 1024, "--max-rows", 32, "--kv-tokens", 90_000, "--dp", 1, "--tp", 4)
+    server = ("--token-budget", 1024, "--max-rows", 32, "--kv-tokens", 90_000, "--dp", 2, "--tp", 4)
     more = ("--exchange", "gather", "--system", "late_static", "--costs", "eager", "--seed", 3)
+    several = ("--model", "Qwen3-235B-A22B", "--nodes", 2)
     arrivals = ("--requests", 9, "--lengths", "two-end", "--arrivals", "bursty", "--burstiness", 3, "--rate", 5)
-    result = simulate(*traffic, *server, *more, *arrivals, "--json", path)
+    result = simulate(*traffic, *server, *more, *several, *arrivals, "--json", path)
     assert result.exit_code == 0, result.output
     expected = Scenario(
         system="late_static",
         costs="eager",
         workload=WorkloadConfig("two-end", 9, 5.0, "bursty", 3.0),
         routing=RoutingConfig(topics=2, persistence=0.5, trend=0.25, trend_s=5.0),
-        mesh=MeshConfig(1, 4),
+        model="Qwen3-235B-A22B",
+        mesh=MeshConfig(2, 4, nodes=2),
         exchange="gather",
         token_budget=1024,
         max_rows=32,
         kv_tokens=90_000,
         seed=3,
     )
-    assert json.loads(path.read_text()) == json.loads(json.dumps(run_scenario(expected)))
+    record = run_scenario(expected)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(record))
+    assert f"{record['far_share']:.1%} / {record['far_bytes_per_token']:,.0f}" in result.stdout
 
 
 def test_a_share_of_capacity_is_turned_into_a_rate(tmp_path):
@@ -113,6 +117,8 @@ def test_systems_are_listed():
         (("--token-budget", 100), "token_budget must be at least max_rows and tile (256), not 100"),
         (("--dp", 3, "--tp", 1), "128 experts cannot be split over 3 ranks"),
         (("--nodes", 3), "nodes 3: must split 2 engines of 2 GPUs evenly"),
+        (("--model", "Qwen3-1B"), "model must be one of Qwen3-30B-A3B, Qwen3-235B-A22B"),
+        (("--model", "Qwen3-Coder-480B-A35B"), "num_experts 160: H100 kernels were measured for 128 only"),
         (("--kv-tokens", 640), "must be at most 640"),
     ],
 )

@@ -99,8 +99,10 @@ def test_a_frame_says_what_the_snapshot_says():
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [str(index)] and "none" in line]
         assert line.split()[1:3] == [str(engine["running"]), str(engine["waiting"])]
     assert f"rank imbalance {data['experts']['imbalance']:.2f}x" in text
-    assert "✓ applied       3 experts, gain 20.0%  imbalance 1.50x → 1.10x, remote 50% → 40%" in text
-    assert "- kept          3 experts, gain 20.0%  imbalance 1.50x → 1.10x, remote 50% → 40%; even" in text
+    assert "✓ applied       3 experts, gain 20.0%  imbalance 1.50x → 1.10x, remote 50% → 40%, far 25% → 12%" in text
+    assert (
+        "- kept          3 experts, gain 20.0%  imbalance 1.50x → 1.10x, remote 50% → 40%, far 25% → 12%; even" in text
+    )
     assert "connection lost" not in text
 
 

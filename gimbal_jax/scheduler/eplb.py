@@ -15,6 +15,21 @@ def packed_rank_LE(load_LE: np.ndarray, ranks: int) -> np.ndarray:
     return _packed_place(load_LE, ranks) // (load_LE.shape[1] // ranks)
 
 
+def hierarchical_rank_LE(load_LE: np.ndarray, ranks: int, nodes: int) -> np.ndarray:
+    """Rank of each expert: packed onto the nodes first, then on each node onto its ranks.
+
+    The hierarchical policy without redundant experts; on one node ``packed_rank_LE``. The original packs
+    groups of experts onto the nodes, since in DeepSeek's models a token chooses among few groups, and is not
+    hierarchical where the groups do not divide over the nodes. Qwen3-MoE has no groups, so here every
+    expert is one.
+    Raises ValueError where the ranks do not divide over the nodes.
+    """
+    experts = load_LE.shape[1]
+    groups = experts if nodes > 1 else 1
+    packed = replicated_placement(load_LE, experts, ranks, groups, nodes)
+    return np.argsort(packed.expert_of_slot_LP, axis=1) // (experts // ranks)
+
+
 @dataclass(frozen=True, eq=False)
 class ReplicatedPlacement:
     """A placement in which hot experts stand in several slots. The server has one slot per expert and cannot use it."""

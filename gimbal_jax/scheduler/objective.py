@@ -15,7 +15,7 @@ class Objective:
     """What a placement costs for one window, coming from the placement in force.
 
     ``alpha * comm + beta * load + gamma * move`` per layer, all without units:
-    comm = share of expert tokens that leave their source's ranks,
+    comm = mean distance of expert tokens from their source, on one node the share of them that leave its ranks,
     load = mean over ranks of ((rank load - mean) / mean) ** 2, or, by ``config.load_term``,
     (fullest rank - mean) / mean,
     move = share of experts that change rank.
@@ -75,18 +75,29 @@ def _sum_L(cost_LER: np.ndarray, rank_LE: np.ndarray) -> np.ndarray:
     return np.take_along_axis(cost_LER, rank_LE[:, :, None], axis=2).sum(axis=(1, 2))
 
 
-def window_objective(counts_LSE: np.ndarray, old_slot_LE: np.ndarray, ranks: int, config: PlacementConfig) -> Objective:
-    """The objective of a window's counts under ``config``, with ``old_slot_LE`` in force."""
-    sources = counts_LSE.shape[1]
+def window_objective(
+    counts_LSE: np.ndarray, old_slot_LE: np.ndarray, distance_SR: np.ndarray, config: PlacementConfig
+) -> Objective:
+    """The objective of a window's counts under ``config``, with ``old_slot_LE`` in force.
+
+    ``distance_SR``: of each rank from each source, usually ``distance.distance_SR``; any numbers will do.
+    """
+    ranks = distance_SR.shape[1]
     total_L1 = np.maximum(counts_LSE.sum(axis=(1, 2)), 1)[:, None]
     load_LE = counts_LSE.sum(axis=1)
-    own_LER = np.repeat(counts_LSE.transpose(0, 2, 1), ranks // sources, axis=2)
-    comm_LER = (load_LE[:, :, None] - own_LER) / total_L1[:, :, None]
+    # What is nearer than 1 is taken off: so counts that smoothing made fractions add up in the same order on any mesh.
+    nearer_LER = counts_LSE.transpose(0, 2, 1) @ (1 - distance_SR)
+    comm_LER = (load_LE[:, :, None] - nearer_LER) / total_L1[:, :, None]
     return Objective(comm_LER, rank_of_expert(old_slot_LE, ranks), load_LE * ranks / total_L1, config)
 
 
 def placement_cost_L(
-    counts_LSE: np.ndarray, new_slot_LE: np.ndarray, old_slot_LE: np.ndarray, ranks: int, config: PlacementConfig
+    counts_LSE: np.ndarray,
+    new_slot_LE: np.ndarray,
+    old_slot_LE: np.ndarray,
+    distance_SR: np.ndarray,
+    config: PlacementConfig,
 ) -> np.ndarray:
     """Cost per layer of serving the window under the new placement, coming from the old one (see ``Objective``)."""
-    return window_objective(counts_LSE, old_slot_LE, ranks, config).cost_L(rank_of_expert(new_slot_LE, ranks))
+    objective = window_objective(counts_LSE, old_slot_LE, distance_SR, config)
+    return objective.cost_L(rank_of_expert(new_slot_LE, objective.ranks))

@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gimbal_jax.config import PlacementConfig
-from gimbal_jax.scheduler.eplb import packed_rank_LE
+from gimbal_jax.config import MeshConfig, PlacementConfig, PlacementPolicy
+from gimbal_jax.scheduler.distance import distance_SR
+from gimbal_jax.scheduler.eplb import hierarchical_rank_LE, packed_rank_LE
 from gimbal_jax.scheduler.greedy import greedy_rank_LE
 from gimbal_jax.scheduler.migration import migration_between
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.refined import refined_rank_LE
 from gimbal_jax.scheduler.relabel import fewest_moves_rank_LE
 from gimbal_jax.scheduler.traffic import rank_of_expert
+
+_BY_LOAD_ALONE: tuple[PlacementPolicy, ...] = ("eplb", "eplb_hierarchical")
+"""Policies that know no objective: what they find is applied, whatever it costs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,35 +58,41 @@ def policy_weights(config: PlacementConfig) -> PlacementConfig:
     return replace(config, alpha=1.0, beta=1.0, gamma=1.0) if config.policy == "gimbal_uncalibrated" else config
 
 
-def propose(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int, config: PlacementConfig) -> Proposal:
-    """Decide by ``config.policy`` from one window's traffic and the placement in force.
+def propose(
+    counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig, config: PlacementConfig
+) -> Proposal:
+    """Decide by ``config.policy`` from one window's traffic and the placement in force, on the ranks of ``mesh``.
 
     The gimbal policies change only layers whose cost falls, and apply only what lowers the whole
-    objective by more than ``min_gain``; ``eplb`` applies whatever differs, ``static`` nothing.
+    objective by more than ``min_gain``; those of EPLB apply whatever differs, ``static`` nothing.
     A layer without traffic keeps its placement.
-    Raises ValueError where the experts do not divide over the ranks, or the ranks over the sources.
+    Raises ValueError where the experts do not divide over the ranks, the ranks over the nodes, or
+    where the counts are of another number of sources.
     """
+    ranks = mesh.ranks
     _check_split(slot_of_expert_LE.shape[1], ranks)
-    sources = counts_LSE.shape[1]
-    if ranks % sources:
-        raise ValueError(f"{ranks} ranks cannot be split over {sources} sources")
+    if counts_LSE.shape[1] != mesh.dp:
+        raise ValueError(f"the counts are of {counts_LSE.shape[1]} sources, the mesh has {mesh.dp}")
     config = policy_weights(config)
-    objective = window_objective(counts_LSE, slot_of_expert_LE, ranks, config)
+    apart_SR = distance_SR(mesh, config.far_distance)
+    objective = window_objective(counts_LSE, slot_of_expert_LE, apart_SR, config)
     old_rank_LE = objective.old_rank_LE
     match config.policy:
         case "static":
             rank_LE = old_rank_LE
         case "eplb":
             rank_LE = packed_rank_LE(counts_LSE.sum(axis=1), ranks)
+        case "eplb_hierarchical":
+            rank_LE = hierarchical_rank_LE(counts_LSE.sum(axis=1), ranks, mesh.nodes)
         case "gimbal" | "gimbal_uncalibrated":
             rank_LE = greedy_rank_LE(objective)
         case "gimbal_refined":
             rank_LE = refined_rank_LE(objective)
-    rank_LE = fewest_moves_rank_LE(rank_LE, old_rank_LE, ranks, sources)
+    rank_LE = fewest_moves_rank_LE(rank_LE, old_rank_LE, apart_SR)
 
     before_L = objective.cost_L(old_rank_LE)
     change_L = counts_LSE.any(axis=(1, 2))
-    if config.policy != "eplb":
+    if config.policy not in _BY_LOAD_ALONE:
         change_L &= objective.cost_L(rank_LE) < before_L
     rank_LE = np.where(change_L[:, None], rank_LE, old_rank_LE)
     new_slot_LE = assign_slots(rank_LE, slot_of_expert_LE, ranks)
@@ -98,7 +108,7 @@ def _verdict(traffic: bool, moved: int, before: float, after: float, config: Pla
         return False, "the window is empty"
     if moved == 0:
         return False, "no expert would move"
-    if config.policy == "eplb":
+    if config.policy in _BY_LOAD_ALONE:
         return True, "the packing differs"
     gain = 1 - after / before  # before > after >= 0: each changed layer costs less
     apply = gain > config.min_gain

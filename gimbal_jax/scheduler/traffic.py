@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gimbal_jax.config import PressureForm
+from gimbal_jax.config import MeshConfig, PressureForm
+from gimbal_jax.scheduler.distance import away_SR
 
 
 def rank_of_expert(slot_of_expert: np.ndarray, ranks: int) -> np.ndarray:
@@ -83,6 +84,17 @@ def remote_share(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: i
     """Share of all expert tokens that leave their source's ranks; 0.0 without traffic."""
     total = int(counts_LSE.sum())
     return int(remote_tokens_L(counts_LSE, slot_of_expert_LE, ranks).sum()) / total if total else 0.0
+
+
+def far_tokens_L(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> np.ndarray:
+    """Expert tokens processed outside their source's node, per layer; as ``away_SR`` has it where it has several."""
+    return (tokens_LSR(counts_LSE, slot_of_expert_LE, mesh.ranks) * away_SR(mesh)).sum(axis=(1, 2))
+
+
+def far_share(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> float:
+    """Share of all expert tokens that leave their source's node; 0.0 without traffic."""
+    total = int(counts_LSE.sum())
+    return float(far_tokens_L(counts_LSE, slot_of_expert_LE, mesh).sum()) / total if total else 0.0
 
 
 def expert_pressure_S(

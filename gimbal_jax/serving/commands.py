@@ -69,6 +69,9 @@ class Followers(Protocol):
     def compiles_after_warmup(self) -> int:
         """Of all of them, as far as they have told."""
 
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for a failed computation: that a follower is lost, if that is why."""
+
 
 _STEP, _TAKE_COUNTS, _MIGRATE, _STOP = range(4)
 _HEAD = struct.Struct("<BIII")

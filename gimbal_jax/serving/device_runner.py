@@ -178,7 +178,10 @@ class DeviceRunner:
 
     def results(self) -> list[StepResult]:
         oldest = self._enqueued.popleft()
-        outputs = jax.device_get(oldest.outputs)
+        try:
+            outputs = jax.device_get(oldest.outputs)
+        except Exception as error:
+            raise error if self._followers is None else self._followers.explain(error) from None
         return [results_of(outputs, plan, s, oldest.shape) for s, plan in enumerate(oldest.plans)]
 
     def begin_counts(self) -> Callable[[], np.ndarray]:

@@ -10,7 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.scheduler.affinity import prompt_distance_S
 from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import Trace
@@ -63,6 +66,10 @@ class Core(Protocol):
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
+
+    @property
+    def distance_BS(self) -> np.ndarray | None:
+        """How far prompts are from their experts, by bucket of token ids and engine, replaced whole; None: unknown."""
 
     @property
     def central_queue(self) -> int:
@@ -246,7 +253,12 @@ class Frontend:
                 self.dispatcher.observe(traces)
             cached_tokens_S = self._cached_tokens_S(page_hashes, len(prompt))
             decision, number = self.dispatcher.dispatch(
-                request_id, len(prompt), stream.arrival, engine, cached_tokens_S
+                request_id,
+                len(prompt),
+                stream.arrival,
+                engine,
+                cached_tokens_S,
+                prompt_distance_S(self.core.distance_BS, prompt),
             )
             core_id = stream.core_id = self._core_ids[request_id] = f"{request_id}/{next(self._serial)}"
             self._streams[core_id] = stream
@@ -263,7 +275,7 @@ class Frontend:
             while True:
                 output = await stream.next()
                 if output.finish_reason == "error":
-                    raise GenerationFailed(output.error)
+                    raise (NotServing if self.core.state == "failed" else GenerationFailed)(output.error)
                 yield output
                 if output.finish_reason is not None:
                     return

@@ -191,6 +191,8 @@ def _decision(record: PlacementRecord, now: float) -> dict[str, Any]:
         "imbalance_after": record.imbalance_after,
         "remote_before": record.remote_share_before,
         "remote_after": record.remote_share_after,
+        "far_before": record.far_share_before,
+        "far_after": record.far_share_after,
         "experts_moved": record.experts_moved,
         "seconds": record.seconds,
     }

@@ -62,7 +62,7 @@ class ServerCollector(Collector):
         yield from self._traces(now)
         yield from self._engines(status)
         yield from self._dispatch()
-        yield from traffic_metrics(self._core.model, self._core.config.mesh.ranks, status)
+        yield from traffic_metrics(self._core.model, self._core.config.mesh, status)
         yield from loop_metrics(status, now, self._start)
 
     def _requests(self) -> Iterator[Metric]:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gimbal_jax.config import PlacementConfig, ServerConfig
+from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.objective import placement_cost_L
 from gimbal_jax.scheduler.placement import Proposal, policy_weights
-from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
+from gimbal_jax.scheduler.traffic import far_share, imbalance_L, remote_share
 
-Propose = Callable[[np.ndarray, np.ndarray, int, PlacementConfig], Proposal]
-"""A placement policy: (counts_LSE, slot_of_expert_LE in force, ranks, settings) to a proposal, as ``propose``."""
+Propose = Callable[[np.ndarray, np.ndarray, MeshConfig, PlacementConfig], Proposal]
+"""A placement policy: (counts_LSE, slot_of_expert_LE in force, mesh, settings) to a proposal, as ``propose``."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Evenness:
     """Max over mean rank load, mean over layers."""
     remote_share: float
     """Share of the expert tokens that leave their source's ranks."""
+    far_share: float
+    """Share of them that leave its node."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,11 @@ class Decision:
     """Of the window, under the placement in force and under the one to come."""
 
 
-def evenness(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, ranks: int) -> Evenness:
+def evenness(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> Evenness:
     """Takes milliseconds with many sources."""
-    traffic = counts_LSE, slot_of_expert_LE, ranks
-    return Evenness(float(imbalance_L(*traffic).mean()), remote_share(*traffic))
+    placed = counts_LSE, slot_of_expert_LE
+    imbalance = float(imbalance_L(*placed, mesh.ranks).mean())
+    return Evenness(imbalance, remote_share(*placed, mesh.ranks), far_share(*placed, mesh))
 
 
 def decide(
@@ -62,13 +66,13 @@ def decide(
 ) -> Decision:
     """``left_slot_LE`` was left for the placement in force, which ``window_LSE`` is the first to judge."""
     began = time.perf_counter()
-    proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh.ranks, config.placement)
+    proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh, config.placement)
     rounds = rounds_between(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
     seconds = time.perf_counter() - began
     gain = None if left_slot_LE is None else gain_of(window_LSE, slot_of_expert_LE, left_slot_LE, config)
-    before = after = evenness(window_LSE, slot_of_expert_LE, config.mesh.ranks)
+    before = after = evenness(window_LSE, slot_of_expert_LE, config.mesh)
     if proposal.apply:
-        after = evenness(window_LSE, proposal.slot_of_expert_LE, config.mesh.ranks)
+        after = evenness(window_LSE, proposal.slot_of_expert_LE, config.mesh)
     return Decision(proposal, rounds, seconds, gain, before, after)
 
 
@@ -88,9 +92,10 @@ def gain_of(
 
     None where staying costs nothing, as without traffic.
     """
-    ranks, weights = config.mesh.ranks, policy_weights(config.placement)
-    before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, ranks, weights).mean())
-    after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, ranks, weights).mean())
+    weights = policy_weights(config.placement)
+    apart_SR = distance_SR(config.mesh, weights.far_distance)
+    before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, apart_SR, weights).mean())
+    after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, apart_SR, weights).mean())
     return share_saved(before, after)
 
 

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from gimbal_jax.config import ModelConfig
-from gimbal_jax.scheduler.traffic import balancedness_sglang, balancedness_vllm, imbalance_L, remote_share
+from gimbal_jax.config import MeshConfig, ModelConfig
+from gimbal_jax.scheduler.traffic import (
+    balancedness_sglang,
+    balancedness_vllm,
+    far_share,
+    imbalance_L,
+    remote_share,
+)
 from gimbal_jax.serving.metric_families import counters, gauges
 from gimbal_jax.serving.status import Status
 
 
-def traffic_metrics(model: ModelConfig, ranks: int, status: Status) -> Iterator[Metric]:
+def traffic_metrics(model: ModelConfig, mesh: MeshConfig, status: Status) -> Iterator[Metric]:
     """Of the last window's counts under today's placement; without traffic every layer is even."""
-    traffic = status.window_counts_LSE, status.slot_of_expert_LE, ranks
+    traffic = status.window_counts_LSE, status.slot_of_expert_LE, mesh.ranks
     layer_imbalance_L = imbalance_L(*traffic)
     layers = [str(layer) for layer in model.moe_layers]
     yield gauges(
@@ -46,6 +52,11 @@ def traffic_metrics(model: ModelConfig, ranks: int, status: Status) -> Iterator[
         "gimbal_remote_share",
         "Share of the last window's expert tokens that leave their engine's ranks, under today's placement.",
         remote_share(*traffic),
+    )
+    yield GaugeMetricFamily(
+        "gimbal_far_share",
+        "Share of the last window's expert tokens that leave their engine's machine, under today's placement.",
+        far_share(status.window_counts_LSE, status.slot_of_expert_LE, mesh),
     )
 
 

@@ -61,13 +61,15 @@ class Rebalancer:
         executor: Executor,
         policy: Propose | None = None,
         on_window: Callable[[ClosedWindow], None] | None = None,
+        on_placement: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         """Decisions are made on ``executor``, one at a time, by ``policy`` or else as the configuration says.
 
-        ``on_window`` is called on the engine thread and must return at once.
+        ``on_window`` and ``on_placement``, which gets each new placement when all its experts have moved, are called on
+        the engine thread and must return at once.
         """
         self._config, self._runner, self._executor = config, runner, executor
-        self._policy, self._on_window = policy or propose, on_window
+        self._policy, self._on_window, self._on_placement = policy or propose, on_window, on_placement
         self._policy_name = getattr(policy, "__name__", "custom") if policy else config.placement.policy
         self._k = model.experts_per_token
         shape = (len(model.moe_layers), config.mesh.dp, model.num_experts)
@@ -148,6 +150,11 @@ class Rebalancer:
         self._recent_steps += steps
         return True
 
+    def recent(self) -> tuple[np.ndarray, int]:
+        """Counts [L, S, E] since the last call of ``pressure_S``, and of how many steps; not to be written to."""
+        self.collect()
+        return self._recent_LSE, self._recent_steps
+
     def pressure_S(self) -> np.ndarray:
         """Expert pressure of each engine in the steps counted since the last call (paper 4.1)."""
         self.collect()
@@ -175,7 +182,7 @@ class Rebalancer:
         assert self._decision is not None
         future, self._decision = self._decision, None
         if error := future.exception():
-            as_it_was = evenness(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh.ranks)
+            as_it_was = evenness(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh)
             record = self._record(now, step, "failed", f"decision failed: {error}", as_it_was, as_it_was)
             self.records.append(record)
             self._add(failed_decisions=1)
@@ -213,6 +220,8 @@ class Rebalancer:
             moved_bytes += round_bytes
             self.bytes_moved += round_bytes
         if not self._rounds:
+            if self._on_placement is not None:
+                self._on_placement(self._runner.slot_of_expert_LE)
             self.records[-1] = replace(self.records[-1], outcome="applied")
             self.experts_moved += self.records[-1].experts_moved
             self.last_rebalance = now
@@ -245,6 +254,8 @@ class Rebalancer:
             imbalance_after=after.imbalance,
             remote_share_before=before.remote_share,
             remote_share_after=after.remote_share,
+            far_share_before=before.far_share,
+            far_share_after=after.far_share,
             experts_moved=proposal.experts_moved if proposal and proposal.apply else 0,
             seconds=0.0,
         )

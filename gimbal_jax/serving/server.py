@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.trace import Trace
@@ -17,7 +19,9 @@ from gimbal_jax.serving.counts_dump import CountsDump
 from gimbal_jax.serving.engine import Engine
 from gimbal_jax.serving.frontend import NotServing, QueueFull
 from gimbal_jax.serving.histogram import Histogram
+from gimbal_jax.serving.nearness import Nearness
 from gimbal_jax.serving.placement_decision import Propose
+from gimbal_jax.serving.placement_state import PlacementState
 from gimbal_jax.serving.plan import Plan
 from gimbal_jax.serving.prefix import PageNews
 from gimbal_jax.serving.rebalance import Rebalancer
@@ -56,8 +60,10 @@ class Server:
         placement_policy: Propose | None = None,
         dump: CountsDump | None = None,
         placement_executor: Executor | None = None,
+        placement_state: PlacementState | None = None,
     ) -> None:
-        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed.
+        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed;
+        so does ``placement_state`` every placement.
 
         ``placement_executor`` runs the decisions, one at a time; by default a thread of the server's own.
         """
@@ -70,8 +76,13 @@ class Server:
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
         self._placement_executor = placement_executor or ThreadPoolExecutor(1, "placement")
         self._dump = dump
+        self._placement_state = placement_state
         on_window = dump.write if dump is not None else None
-        self.rebalancer = Rebalancer(model, config, runner, self._placement_executor, placement_policy, on_window)
+        on_placement = placement_state.keep if placement_state is not None else None
+        self.rebalancer = Rebalancer(
+            model, config, runner, self._placement_executor, placement_policy, on_window, on_placement
+        )
+        self._nearness = Nearness(config) if config.dispatch.affinity else None
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
@@ -100,6 +111,11 @@ class Server:
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
         return self._traces
+
+    @property
+    def distance_BS(self) -> np.ndarray | None:
+        """How far prompts are from their experts (see ``affinity.table_BS``), replaced whole; None while unknown."""
+        return None if self._nearness is None else self._nearness.table_BS
 
     @property
     def central_queue(self) -> int:
@@ -163,6 +179,13 @@ class Server:
             if self._state in ("warming", "serving"):
                 self._state = "draining"
 
+    def abandon(self, reason: str) -> None:
+        """Fail from outside, where the engine thread may wait for ever: it is not waited for from now on."""
+        with self._wake:
+            self._error = f"{reason}: {self._error}" if self._state == "failed" else reason
+            self._state = "failed"
+            self._thread = None
+
     def stop(self) -> None:
         """End the engine thread after its current tick and the steps in flight, whatever is left."""
         with self._wake:
@@ -171,8 +194,9 @@ class Server:
         if self._thread is not None:
             self._thread.join()
         self._placement_executor.shutdown(cancel_futures=True)
-        if self._dump is not None:
-            self._dump.close()
+        for file in (self._dump, self._placement_state):
+            if file is not None:
+                file.close()
 
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
@@ -259,6 +283,8 @@ class Server:
         news = []
         for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
             news += engine.commit(plan, result)
+        if self._nearness is not None:
+            self._nearness.fetched(step.plans, results)
         self._step += 1
         self.rebalancer.fetched()
         self._profile.lap("commit")
@@ -304,6 +330,9 @@ class Server:
         return 1 + request.engine
 
     def _publish(self, now: float) -> None:
+        if self._nearness is not None:
+            counts_LSE, steps = self.rebalancer.recent()
+            self._nearness.learn(counts_LSE, steps, self._runner.slot_of_expert_LE)
         pressure_S = self.rebalancer.pressure_S()
         self._traces = tuple(
             engine.trace(now, float(pressure)) for engine, pressure in zip(self.engines, pressure_S, strict=True)
@@ -343,7 +372,8 @@ class Server:
     def _end(self, state: State, reason: str) -> None:
         """Every request that is left ends with an error; none waits for ever."""
         with self._wake:
-            self._state, self._error = state, reason if state == "failed" else ""
+            if self._state != "failed":  # abandoned
+                self._state, self._error = state, reason if state == "failed" else ""
             left = [Output(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
             self._inbox.clear()
         for queue in self._queues:

@@ -31,6 +31,9 @@ class PlacementRecord:
     remote_share_before: float
     """Share of the window's expert tokens that leave their source's ranks."""
     remote_share_after: float
+    far_share_before: float
+    """Share that leaves its source's machine; 0 on one."""
+    far_share_after: float
     experts_moved: int
     seconds: float
     """Time the decision took."""

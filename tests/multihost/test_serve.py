@@ -67,14 +67,21 @@ async def settled(served: Cluster) -> np.ndarray:
         await asyncio.sleep(1.0)
 
 
+async def under_load(served: Cluster) -> list[asyncio.Task[tuple[list[int], str]]]:
+    """Streams that have begun and are far from their ends: there are rows for four of them at a time."""
+    before = (await served.client.status()).step
+    streams = [asyncio.create_task(answer(served.client, i, 60)) for i in range(24)]
+    while (await served.client.status()).step < before + 3:
+        await asyncio.sleep(0.01)
+    return streams
+
+
 async def first_life(folder, expected, options) -> np.ndarray:
     """Learns a placement, drains and saves; returns the placement."""
     async with cluster(folder, 2, 2, 2, 2, *options, "--save", str(folder / "saved")) as served:
         assert await served_through_migrations(served) == expected
         placement_LE = await settled(served)
-        streams = [asyncio.create_task(answer(served.client, i, 60)) for i in range(24)]
-        while (await served.client.status()).active_requests < len(streams):
-            await asyncio.sleep(0.01)
+        streams = await under_load(served)
         for process in served.processes[::-1]:  # as a manager of jobs does, followers too
             process.popen.send_signal(signal.SIGTERM)
         assert {(len(tokens), end) for tokens, end in await asyncio.gather(*streams)} == {(60, "length")}
@@ -87,9 +94,7 @@ async def first_life(folder, expected, options) -> np.ndarray:
 
 async def lost(served: Cluster, index: int) -> None:
     """One process dies under load: clients are told, and the other one ends with an error."""
-    streams = [asyncio.create_task(answer(served.client, i, 60)) for i in range(24)]
-    while (await served.client.status()).active_requests < len(streams):
-        await asyncio.sleep(0.01)
+    streams = await under_load(served)
     served.processes[index].popen.kill()
     began = time.monotonic()
     codes = await exit_codes(served.processes, NOTICED_S)

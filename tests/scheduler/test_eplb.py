@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.scheduler.eplb import packed_rank_LE, replicated_placement
+from gimbal_jax.scheduler.eplb import hierarchical_rank_LE, packed_rank_LE, replicated_placement
 from tests.scheduler.windows import traffic
 
 
@@ -48,6 +48,39 @@ def test_published_example():
         [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1],
         [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1],
     ]
+
+
+def pack(load: dict[int, int], packs: int) -> list[list[int]]:
+    """Items in each pack: by falling load, each to the lightest pack that has room; single ones in order."""
+    room = len(load) // packs
+    if room == 1:
+        return [[item] for item in load]
+    packed: list[list[int]] = [[] for _ in range(packs)]
+    for item in sorted(load, key=lambda item: -load[item]):
+        min((p for p in packed if len(p) < room), key=lambda p: sum(load[i] for i in p)).append(item)
+    return packed
+
+
+@given(traffic(), st.data())
+def test_hierarchical_packs_nodes_and_then_their_ranks(case, data):
+    counts_LSE, _, ranks = case
+    nodes = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    load_LE = counts_LSE.sum(axis=1)
+    rank_LE = hierarchical_rank_LE(load_LE, ranks, nodes)
+    for load_E, rank_E in zip(load_LE.tolist(), rank_LE, strict=True):
+        of_nodes = pack(dict(enumerate(load_E)), nodes) if nodes > 1 else [list(range(len(load_E)))]
+        of_ranks = [p for experts in of_nodes for p in pack({e: load_E[e] for e in experts}, ranks // nodes)]
+        assert [np.flatnonzero(rank_E == rank).tolist() for rank in range(ranks)] == [sorted(p) for p in of_ranks]
+    if nodes == 1:
+        assert (rank_LE == packed_rank_LE(load_LE, ranks)).all()
+
+
+def test_hierarchical_evens_nodes_before_ranks():
+    # Global: 9 -> rank 0, 8 -> 1, 7 -> 2, 6 -> 3, 1, 1 -> 3 and so on: the two nodes get 9 + 8 and 7 + 6.
+    load_LE = np.array([[9, 8, 7, 6, 1, 1, 1, 1]])
+    node_E = hierarchical_rank_LE(load_LE, 4, 2)[0] // 2
+    assert np.bincount(node_E, weights=load_LE[0]).tolist() == [17, 17]
+    assert np.bincount(packed_rank_LE(load_LE, 4)[0] // 2, weights=load_LE[0]).tolist() == [19, 15]
 
 
 def test_replicas_worked_example():

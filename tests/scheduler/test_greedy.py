@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +9,14 @@ from gimbal_jax.scheduler.greedy import greedy_rank_LE
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.placement import assign_slots, static_placement
 from gimbal_jax.scheduler.traffic import rank_of_expert
-from tests.scheduler.windows import traffic
+from tests.scheduler.windows import any_SR, one_node_SR, traffic
 
 
 def greedy(counts_SE: list[list[int]], old_rank_E: list[int], ranks: int, **weights: float) -> list[int]:
     config = PlacementConfig(**weights)  # type: ignore[arg-type]
     old_slot_LE = assign_slots(np.array([old_rank_E]), static_placement(1, len(old_rank_E), ranks), ranks)
-    return greedy_rank_LE(window_objective(np.array([counts_SE]), old_slot_LE, ranks, config))[0].tolist()
+    counts_LSE = np.array([counts_SE])
+    return greedy_rank_LE(window_objective(counts_LSE, old_slot_LE, one_node_SR(counts_LSE, ranks), config))[0].tolist()
 
 
 def test_load_moves_from_the_fuller_rank():
@@ -38,26 +41,24 @@ def test_ties_stay_then_go_to_the_emptier_rank():
     assert greedy(counts_SE, old_rank_E, 4, beta=0.0, gamma=0.0) == [2, 3, 1, 1, 2, 0, 3, 0]
 
 
-def full_cost(counts_SE: np.ndarray, rank_E: np.ndarray, old_rank_E: np.ndarray, ranks: int, config) -> float:
+def full_cost(counts_SE: np.ndarray, rank_E: np.ndarray, old_rank_E: np.ndarray, apart_SR: np.ndarray, config) -> float:
     """The objective of one layer, term by term, for any assignment, full ranks or not."""
-    sources, experts = counts_SE.shape
-    total = max(counts_SE.sum(), 1)
-    owner_E = rank_E // (ranks // sources)
-    comm = sum(counts_SE[s, e] for s in range(sources) for e in range(experts) if owner_E[e] != s) / total
+    ranks, total = apart_SR.shape[1], max(counts_SE.sum(), 1)
+    comm = sum(counts_SE[s, e] * apart_SR[s, rank_E[e]] for s, e in np.ndindex(counts_SE.shape)) / total
     load_R = np.bincount(rank_E, weights=counts_SE.sum(axis=0), minlength=ranks) * ranks / total
     load = np.mean((load_R - 1) ** 2) if config.load_term == "square" else load_R.max() - 1
     return config.alpha * comm + config.beta * load + config.gamma * np.mean(rank_E != old_rank_E)
 
 
-def naive_greedy(counts_SE: np.ndarray, old_rank_E: np.ndarray, ranks: int, config) -> np.ndarray:
+def naive_greedy(counts_SE: np.ndarray, old_rank_E: np.ndarray, apart_SR: np.ndarray, config) -> np.ndarray:
     """Tries every rank for every expert and looks at the whole objective each time."""
-    experts = counts_SE.shape[1]
+    experts, ranks = counts_SE.shape[1], apart_SR.shape[1]
     rank_E, placed = old_rank_E.copy(), [0] * ranks
     for e in np.argsort(-counts_SE.sum(axis=0), kind="stable"):
         score: dict[int, float] = {}
         for rank in (rank for rank in range(ranks) if placed[rank] < experts // ranks):
             rank_E[e] = rank
-            score[rank] = full_cost(counts_SE, rank_E, old_rank_E, ranks, config)
+            score[rank] = full_cost(counts_SE, rank_E, old_rank_E, apart_SR, config)
         tied = [rank for rank in score if score[rank] <= min(score.values()) + 1e-12]
         rank_E[e] = min(tied, key=lambda rank: (rank != old_rank_E[e], placed[rank]))
         placed[rank_E[e]] += 1
@@ -68,12 +69,14 @@ def naive_greedy(counts_SE: np.ndarray, old_rank_E: np.ndarray, ranks: int, conf
     traffic(),
     st.sampled_from([(1.0, 1.0, 0.1), (1.0, 0.0025, 1.0), (1.0, 10.0, 0.0)]),
     st.sampled_from(["square", "max"]),
+    st.sampled_from([one_node_SR, partial(any_SR, seed=0), partial(any_SR, seed=1)]),
 )
-def test_scores_are_the_marginal_objective(case, weights, term):
+def test_scores_are_the_marginal_objective(case, weights, term, distances):
     counts_LSE, slot_LE, ranks = case
+    apart_SR = distances(counts_LSE, ranks)
     config = PlacementConfig(alpha=weights[0], beta=weights[1], gamma=weights[2], load_term=term)
     old_rank_LE = rank_of_expert(slot_LE, ranks)
-    rank_LE = greedy_rank_LE(window_objective(counts_LSE, slot_LE, ranks, config))
+    rank_LE = greedy_rank_LE(window_objective(counts_LSE, slot_LE, apart_SR, config))
     for rank_E, counts_SE, old_rank_E in zip(rank_LE, counts_LSE, old_rank_LE, strict=True):
         if counts_SE.any():  # an empty layer has no load to balance
-            assert rank_E.tolist() == naive_greedy(counts_SE, old_rank_E, ranks, config).tolist()
+            assert rank_E.tolist() == naive_greedy(counts_SE, old_rank_E, apart_SR, config).tolist()

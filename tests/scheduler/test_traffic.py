@@ -3,11 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gimbal_jax.config import MeshConfig
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import (
     balancedness_sglang,
     balancedness_vllm,
     expert_pressure_S,
+    far_share,
+    far_tokens_L,
     imbalance_L,
     merge_windows,
     rank_load_LR,
@@ -16,7 +19,7 @@ from gimbal_jax.scheduler.traffic import (
     smooth_windows,
     tokens_LSR,
 )
-from tests.scheduler.windows import traffic
+from tests.scheduler.windows import mesh_of, traffic
 
 # one layer, two sources, four experts on two ranks; experts 0 and 3 have changed places
 COUNTS_LSE = np.array([[[10, 1, 0, 4], [0, 2, 3, 0]]])
@@ -40,6 +43,18 @@ def test_ranks_of_a_source_are_its_tensor_parallel_group():
     assert remote_share(counts_LSE, slot_LE, 4) == (4 + 8 + 16 + 32) / 255
     assert expert_pressure_S(counts_LSE, slot_LE, 4, 1, 1).tolist() == [1 + 2 + 16 + 32, 4 + 8 + 64 + 128]
     assert expert_pressure_S(counts_LSE, slot_LE, 4, 1, 1, "max").tolist() == [2 + 32, 8 + 128]
+
+
+def test_what_leaves_the_node():
+    # Four sources of one rank, two on each of two nodes, an expert on each rank.
+    counts_LSE = np.arange(16).reshape(1, 4, 4)
+    mesh, slot_LE = MeshConfig(dp=4, tp=1, nodes=2), static_placement(1, 4, 4)
+    far = (2 + 3) + (6 + 7) + (8 + 9) + (12 + 13)
+    assert far_tokens_L(counts_LSE, slot_LE, mesh).tolist() == [far]
+    assert far_share(counts_LSE, slot_LE, mesh) == far / 120
+    assert far_share(counts_LSE, slot_LE, MeshConfig(dp=4, tp=1)) == 0
+    # Of one source on two nodes half of the tokens are on either, so half of them cross wherever they go.
+    assert far_share(counts_LSE.sum(axis=1, keepdims=True), slot_LE, MeshConfig(dp=1, tp=4, nodes=2)) == 0.5
 
 
 def test_trap_15_straggler_pressure_is_the_fullest_rank_of_each_layer():
@@ -101,6 +116,7 @@ def test_empty_window():
     counts_LSE, slot_LE = np.zeros((2, 2, 4), dtype=np.int64), static_placement(2, 4, 2)
     assert imbalance_L(counts_LSE, slot_LE, 2).tolist() == [1.0, 1.0]
     assert remote_share(counts_LSE, slot_LE, 2) == 0.0
+    assert far_share(counts_LSE, slot_LE, MeshConfig(2, 1, 2)) == 0.0
     assert expert_pressure_S(counts_LSE, slot_LE, 2, 0, 2).tolist() == [0.0, 0.0]
 
 
@@ -125,5 +141,13 @@ def test_every_statistic_equals_a_naive_recount(case):
     assert rank_load_LR(counts_LSE, slot_LE, ranks).tolist() == load_LR.tolist()
     assert expert_pressure_S(counts_LSE, slot_LE, ranks, 3, 2) == pytest.approx(pressure_S)
     assert remote_share(counts_LSE, slot_LE, ranks) == pytest.approx(remote / max(counts_LSE.sum(), 1))
+    for nodes in (nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0):
+        node_R = np.arange(ranks) * nodes // ranks
+        far = 0.0
+        for l, s, e in np.ndindex(layers, sources, experts):
+            own_T = node_R[s * (ranks // sources) : (s + 1) * (ranks // sources)]
+            far += counts_LSE[l, s, e] * np.mean(own_T != node_R[slot_LE[l, e] // (experts // ranks)])
+        mesh = mesh_of(counts_LSE, ranks, nodes)
+        assert far_share(counts_LSE, slot_LE, mesh) == pytest.approx(far / max(counts_LSE.sum(), 1))
     expected = [max(load) / np.mean(load) if any(load) else 1.0 for load in load_LR]
     assert imbalance_L(counts_LSE, slot_LE, ranks) == pytest.approx(expected)

@@ -6,12 +6,12 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from gimbal_jax.config import PlacementConfig
+from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, smooth_windows
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 
-RANKS = 4
+MESH = MeshConfig(dp=2, tp=2)
 ALIKE = WindowConfig(layers=4, experts=64, experts_per_token=4, requests=20)
 """Short windows of sources that do not differ: whatever locality one window shows is chance."""
 DRIFTING = replace(ALIKE, persistence=0.5, drift=0.2)
@@ -25,13 +25,13 @@ def serve(traffic: WindowConfig, config: PlacementConfig) -> tuple[float, int]:
     """Mean imbalance of each window under what was decided before it, and the experts moved, over three routers."""
     imbalances, moved = [], 0
     for seed in range(3):
-        slot_LE = static_placement(traffic.layers, traffic.experts, RANKS)
+        slot_LE = static_placement(traffic.layers, traffic.experts, MESH.ranks)
         smoothed_LSE = np.zeros((traffic.layers, traffic.sources, traffic.experts), np.int64)
         for i, window in enumerate(islice(synthetic_windows(traffic, np.random.default_rng(seed)), 10)):
             if i:
-                imbalances.append(imbalance_L(window.counts_LSE, slot_LE, RANKS).mean())
+                imbalances.append(imbalance_L(window.counts_LSE, slot_LE, MESH.ranks).mean())
             smoothed_LSE = smooth_windows(smoothed_LSE, window.counts_LSE, config.smoothing)
-            proposal = propose(smoothed_LSE, slot_LE, RANKS, config)
+            proposal = propose(smoothed_LSE, slot_LE, MESH, config)
             if proposal.apply:
                 slot_LE, moved = proposal.slot_of_expert_LE, moved + proposal.experts_moved
     return float(np.mean(imbalances)), moved

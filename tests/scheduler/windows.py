@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from gimbal_jax.config import MeshConfig
 from gimbal_jax.scheduler.placement import static_placement
 
 
@@ -15,6 +16,23 @@ def skewed_counts(rng: np.random.Generator, layers: int, sources: int, experts: 
 
 def random_placement(rng: np.random.Generator, layers: int, experts: int) -> np.ndarray:
     return rng.permuted(static_placement(layers, experts, 1), axis=1)
+
+
+def mesh_of(counts_LSE: np.ndarray, ranks: int, nodes: int = 1) -> MeshConfig:
+    sources = counts_LSE.shape[1]
+    return MeshConfig(sources, ranks // sources, nodes)
+
+
+def one_node_SR(counts_LSE: np.ndarray, ranks: int) -> np.ndarray:
+    """Distances on one node: 0 for a source's own ranks, 1 for all others."""
+    sources = counts_LSE.shape[1]
+    return 1 - np.kron(np.eye(sources), np.ones(ranks // sources))
+
+
+def any_SR(counts_LSE: np.ndarray, ranks: int, seed: int) -> np.ndarray:
+    """Distances without any order, but for 0 for a source's own ranks."""
+    near_SR = one_node_SR(counts_LSE, ranks)
+    return near_SR * np.random.default_rng(seed).uniform(0.1, 9, near_SR.shape)
 
 
 @st.composite

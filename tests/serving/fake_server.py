@@ -67,6 +67,8 @@ PLACEMENT = PlacementRecord(
     imbalance_after=1.1,
     remote_share_before=0.5,
     remote_share_after=0.4,
+    far_share_before=0.25,
+    far_share_after=0.125,
     experts_moved=3,
     seconds=0.01,
 )
@@ -97,6 +99,7 @@ class FakeCore:
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
         self.traces: tuple[Trace, ...] = ()
+        self.distance_BS: np.ndarray | None = None
         self.central_queue = 0
         self.on_outputs = lambda outputs: None
         self.on_bound = lambda now, bound: None

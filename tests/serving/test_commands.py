@@ -47,6 +47,7 @@ def test_a_process_gets_all_that_its_engines_need_and_what_nobody_asks_for_stays
     step = any_step(bucket, asked, seed)
     got = decode(encode(step, LAYOUT, process), LAYOUT, process)
     own = LAYOUT.engines_of_process[process]
+    assert isinstance(got, Step)
     assert got.bucket == bucket
     np.testing.assert_array_equal(got.packed_SX[own], step.packed_SX[own])
     assert got.packed_SX.shape == step.packed_SX.shape

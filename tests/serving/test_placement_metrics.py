@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gimbal_jax.scheduler.traffic import balancedness_sglang, balancedness_vllm, imbalance_L, remote_share
+from gimbal_jax.scheduler.traffic import balancedness_sglang, balancedness_vllm, far_share, imbalance_L, remote_share
 from gimbal_jax.serving.placement_metrics import loop_metrics, traffic_metrics
 from gimbal_jax.serving.status import PlacementTotals
-from tests.serving.fake_server import MODEL, FakeCore
+from tests.serving.fake_server import CONFIG, MODEL, FakeCore
 from tests.serving.scrapes import busy_scrapes
 
 STATUS = FakeCore().status()
@@ -20,7 +20,7 @@ def values(families):
 
 
 def traffic(status=STATUS, model=MODEL):
-    return values(traffic_metrics(model, RANKS, status))
+    return values(traffic_metrics(model, CONFIG.mesh, status))
 
 
 def test_traffic_of_the_last_window():
@@ -37,6 +37,10 @@ def test_traffic_of_the_last_window():
     assert found["gimbal_balancedness", "vllm"] == balancedness_vllm(*of)
     assert found["gimbal_balancedness", "sglang"] == balancedness_sglang(*of)
     assert found["gimbal_remote_share",] == remote_share(*of)
+    assert found["gimbal_far_share",] == 0  # one machine
+    two = replace(CONFIG.mesh, nodes=2)
+    found = values(traffic_metrics(sparse, two, status))
+    assert found["gimbal_far_share",] == far_share(counts_LSE, status.slot_of_expert_LE, two) > 0
 
 
 def test_no_traffic_is_even_and_no_number_is_missing():

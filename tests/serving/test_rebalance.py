@@ -171,7 +171,7 @@ def test_one_decision_at_a_time_and_traffic_goes_on_counting():
 def test_applied_decision(policy):
     rebalancer, runner = loop(policy=policy)
     before_LE = runner.slot_of_expert_LE
-    wanted = propose(3 * SKEWED_LSE, before_LE, RANKS, replace(CONFIG.placement, policy=policy))
+    wanted = propose(3 * SKEWED_LSE, before_LE, CONFIG.mesh, replace(CONFIG.placement, policy=policy))
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 1, now=50.0)
     (record,) = rebalancer.records
@@ -188,6 +188,7 @@ def test_applied_decision(policy):
     assert record.imbalance_after < record.imbalance_before
     assert record.remote_share_before == remote_share(SKEWED_LSE, before_LE, RANKS)
     assert record.remote_share_after == remote_share(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS)
+    assert record.far_share_before == record.far_share_after == 0  # one machine
     assert rebalancer.last_rebalance == 51.0
     moves = sum(len(moves.src_slot) for _, moves in runner.migrated)
     assert rebalancer.bytes_moved == moves * runner.expert_bytes
@@ -275,7 +276,7 @@ def test_failed_decision_keeps_the_placement_and_the_loop_alive():
 
 
 def test_a_policy_of_ones_own_decides_and_is_named():
-    def swap_first(counts_LSE, slot_of_expert_LE, ranks, config):
+    def swap_first(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
         return Proposal(new_slot_LE, 1.0, 0.5, 2 * LAYERS, True, "because")
@@ -289,7 +290,7 @@ def test_a_policy_of_ones_own_decides_and_is_named():
 
 
 def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
-    def twice(counts_LSE, slot_of_expert_LE, ranks, config):
+    def twice(counts_LSE, slot_of_expert_LE, mesh, config):
         return Proposal(0 * slot_of_expert_LE, 1.0, 0.5, 1, True, "wrong")
 
     rebalancer, runner = loop(policy_function=twice)
@@ -369,8 +370,9 @@ def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
     after_LE, other_LSE = runner.slot_of_expert_LE, SKEWED_LSE[:, ::-1] + 7
     steps(rebalancer, runner, 3, other_LSE)
     ticks(rebalancer, 1)
+    apart_SR = 1 - np.kron(np.eye(2), np.ones(2))
     costs = [
-        placement_cost_L(other_LSE, slots_LE, before_LE, RANKS, rebalancer._config.placement).mean()
+        placement_cost_L(other_LSE, slots_LE, before_LE, apart_SR, rebalancer._config.placement).mean()
         for slots_LE in (before_LE, after_LE)
     ]
     assert rebalancer.totals.achieved_gain == pytest.approx(1 - costs[1] / costs[0])
@@ -388,7 +390,7 @@ def test_the_same_traffic_again_gives_what_was_foretold():
 
 
 def test_each_applied_placement_is_judged_anew():
-    def swap(counts_LSE, slot_of_expert_LE, ranks, config):
+    def swap(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
         return Proposal(new_slot_LE, 1.0, 0.5, 2 * LAYERS, True, "because")
@@ -423,7 +425,7 @@ def test_a_window_without_traffic_judges_nothing():
 def test_every_decision_is_counted_once():
     outcomes = iter(["fail", "move", "move", "keep"])
 
-    def scripted(counts_LSE, slot_of_expert_LE, ranks, config):
+    def scripted(counts_LSE, slot_of_expert_LE, mesh, config):
         outcome = next(outcomes)
         if outcome == "fail":
             raise ValueError("no")

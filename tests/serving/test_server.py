@@ -460,7 +460,7 @@ def test_streams_over_grpc_end_when_the_engine_fails():
             # The engine's own reason, or the frontend's where it looks first.
             errors = await streams
             assert {(getattr(error, "code", None), str(error)) for error in errors} <= {
-                (StatusCode.INTERNAL, "RuntimeError: device lost"),
+                (StatusCode.UNAVAILABLE, "RuntimeError: device lost"),
                 (StatusCode.UNAVAILABLE, "the engine has failed"),
             }
             await serving

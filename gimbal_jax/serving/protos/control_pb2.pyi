@@ -118,7 +118,7 @@ class Dispatch(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., time: _Optional[float] = ..., engine: _Optional[int] = ..., rule: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("time", "step", "policy", "outcome", "reason", "cost_before", "cost_after", "imbalance_before", "imbalance_after", "remote_share_before", "remote_share_after", "experts_moved", "seconds")
+    __slots__ = ("time", "step", "policy", "outcome", "reason", "cost_before", "cost_after", "imbalance_before", "imbalance_after", "remote_share_before", "remote_share_after", "experts_moved", "seconds", "far_share_before", "far_share_after")
     TIME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,8 @@ class Placement(_message.Message):
     REMOTE_SHARE_AFTER_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAR_SHARE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FAR_SHARE_AFTER_FIELD_NUMBER: _ClassVar[int]
     time: float
     step: int
     policy: str
@@ -145,7 +147,9 @@ class Placement(_message.Message):
     remote_share_after: float
     experts_moved: int
     seconds: float
-    def __init__(self, time: _Optional[float] = ..., step: _Optional[int] = ..., policy: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., cost_before: _Optional[float] = ..., cost_after: _Optional[float] = ..., imbalance_before: _Optional[float] = ..., imbalance_after: _Optional[float] = ..., remote_share_before: _Optional[float] = ..., remote_share_after: _Optional[float] = ..., experts_moved: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    far_share_before: float
+    far_share_after: float
+    def __init__(self, time: _Optional[float] = ..., step: _Optional[int] = ..., policy: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., cost_before: _Optional[float] = ..., cost_after: _Optional[float] = ..., imbalance_before: _Optional[float] = ..., imbalance_after: _Optional[float] = ..., remote_share_before: _Optional[float] = ..., remote_share_after: _Optional[float] = ..., experts_moved: _Optional[int] = ..., seconds: _Optional[float] = ..., far_share_before: _Optional[float] = ..., far_share_after: _Optional[float] = ...) -> None: ...
 
 class GetDecisionsResponse(_message.Message):
     __slots__ = ("now", "dispatches", "placements")
