@@ -40,9 +40,7 @@ def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
     steps = {f"decode {rows}": decode_step(rows, router) for rows in DECODE_ROWS}
     steps |= {f"prefill {tokens}": prefill_step(tokens, router) for tokens in PREFILL_TOKENS}
     parts = {step: costs.step_parts(work) for step, work in steps.items()}
-    table = Table(
-        "ms", *steps, title=f"Steps of {MEASURED} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange"
-    )
+    table = Table("ms", *steps, title=f"Steps of {MEASURED} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange")
     for part in next(iter(parts.values())):
         table.add_row(part, *(f"{1e3 * of_step[part]:.2f}" for of_step in parts.values()))
     table.add_section()
