@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +35,8 @@ END_S = 5.0
 """For streams and messages to end after a process was lost; threads that hang are not waited for."""
 EXPLAIN_S = 1.0
 """A collective fails a moment before the channel says who is gone."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 HOST = "host"
 
 
@@ -168,9 +171,18 @@ def ends_at_once(processes: Processes | None) -> Iterator[None]:
     """A command that fails in one of many processes ends its process at once; alone, as ever."""
     try:
         yield
-    except typer.Exit as end:
-        if processes is not None and end.exit_code:
-            end_process(end.exit_code)
+    except BaseException as error:
+        if processes is None:
+            raise
+        if isinstance(error, typer.Exit):
+            code = error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
+        else:
+            traceback.print_exc()
+            code = 1
+        if code:
+            end_process(code)
         raise
 
 
