@@ -19,7 +19,7 @@ from rich.table import Table
 from gimbal_jax.config import DispatchConfig, Exchange, MeshConfig, PlacementConfig, QueueConfig
 from gimbal_jax.simulation.cost_sets import CostSet
 from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
-from gimbal_jax.simulation.scenario import MODEL_NAME, OnDone, Scenario, run_scenario, with_rate
+from gimbal_jax.simulation.scenario import OnDone, Scenario, run_scenario, with_rate
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.workload import Arrivals, Lengths, WorkloadConfig
 from gimbal_jax.terminal import console, errors_said
@@ -30,6 +30,9 @@ _SYNTHETIC = RoutingConfig()
 def simulate(
     system: Annotated[str, typer.Option(help="What serves; --list-systems tells them.")] = Scenario.system,
     list_systems: Annotated[bool, typer.Option("--list-systems", help="List the systems, run nothing.")] = False,
+    model: Annotated[
+        str, typer.Option(help="A published model; prices of others than the default follow by rules.")
+    ] = Scenario.model,
     costs: Annotated[CostSet, typer.Option(help="What steps cost; see docs/results.md.")] = Scenario.costs,
     lengths: Annotated[
         Lengths, typer.Option(help="Real requests of a trace, or BurstGPT's in one of the paper's five shapes.")
@@ -54,7 +57,7 @@ def simulate(
     tp: Annotated[
         int, typer.Option(min=1, help="GPUs of each engine; experts are spread over all.")
     ] = Scenario.mesh.tp,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the GPUs are spread over.")] = Scenario.nodes,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the GPUs are spread over.")] = Scenario.mesh.nodes,
     exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = Scenario.exchange,
     routing: Annotated[
         str, typer.Option(help="synthetic, balanced, or a counts file (.npz) of a real server.", metavar="HOW|FILE")
@@ -76,7 +79,7 @@ def simulate(
         Path | None, typer.Option("--json", help="Append the scenario and its results to this file, as a line of JSON.")
     ] = None,
 ) -> None:
-    """Simulate a system that serves Qwen3-30B-A3B on H100s: the real scheduler, on kernel times that were measured."""
+    """Simulate a system that serves on H100s: the real scheduler, on kernel times measured for Qwen3-30B-A3B."""
     out = Console()
     if list_systems:
         out.print(systems_table())
@@ -96,8 +99,8 @@ def simulate(
             share_of_capacity=share_of_capacity,
             routing=traffic,
             recording=recording,
-            mesh=MeshConfig(dp, tp),
-            nodes=nodes,
+            model=model,
+            mesh=MeshConfig(dp, tp, nodes),
             exchange=exchange,
             token_budget=token_budget,
             max_rows=max_rows,
@@ -184,6 +187,9 @@ def result_table(record: dict[str, Any]) -> Table:
         "prompt gap between engines (tokens/s)": _whole(record["prompt_gap_tokens_per_s"]),
         "rank imbalance (fullest / mean)": f"{record['imbalance']:.3f}",
         "remote share of expert tokens": f"{record['remote_share']:.1%}",
+        "share / bytes per token that cross nodes": (
+            f"{record['far_share']:.1%} / {record['far_bytes_per_token']:,.0f}"
+        ),
         "placements applied / experts moved": f"{record['placements_applied']} / {record['experts_moved']:,}",
         "preemptions": f"{record['preemptions']:,}",
         "time in steps, by part": "\n".join(f"{name} {parts[name] / sum(parts.values()):.1%}" for name in longest),
@@ -203,7 +209,7 @@ def scenario_lines(scenario: Scenario, share: float | None) -> list[str]:
     first = system.first_window_steps or system.placement.window_steps
     moved = f"placed offline by {system.offline}" if system.offline else f"first decision after {first:,} steps"
     return [
-        f"{MODEL_NAME} on {mesh.ranks} H100s: DP {mesh.dp} x TP {mesh.tp}, {scenario.nodes} node(s), "
+        f"{scenario.model} on {mesh.ranks} H100s: DP {mesh.dp} x TP {mesh.tp}, {mesh.nodes} node(s), "
         f"{scenario.exchange} exchange, {scenario.costs} costs",
         f"{scenario.token_budget:,} tokens a step, {scenario.max_rows} rows, {scenario.kv_tokens:,} tokens of KV cache "
         "per engine",

@@ -23,7 +23,10 @@ Measure = Literal[
     "prompt_gap",
     "imbalance",
     "remote_share",
+    "far_share",
+    "far_bytes",
     "exchange_share",
+    "migration_share",
     "experts_moved",
 ]
 Load = Literal["all", "lowest", "highest"] | float
@@ -50,7 +53,10 @@ MEASURES: Mapping[Measure, Reading] = {
     "prompt_gap": Reading("gap of prompt tokens/s", lambda run: run["prompt_gap_tokens_per_s"], ",.0f"),
     "imbalance": Reading("fullest rank over mean", lambda run: run["imbalance"], ".3f"),
     "remote_share": Reading("remote share", lambda run: run["remote_share"], ".1%"),
+    "far_share": Reading("share across nodes", lambda run: run["far_share"], ".1%"),
+    "far_bytes": Reading("MB a token across nodes", lambda run: run["far_bytes_per_token"] / 1e6, ".2f"),
     "exchange_share": Reading("time in exchange", lambda run: _share(run["seconds_by_part"], "exchange"), ".1%"),
+    "migration_share": Reading("time in migration", lambda run: _share(run["seconds_by_part"], "migration"), ".1%"),
     "experts_moved": Reading("experts moved", lambda run: run["experts_moved"], ",.0f"),
 }
 """Means over the requests of a run, or over its time."""

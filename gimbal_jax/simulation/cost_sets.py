@@ -83,6 +83,7 @@ DECISION_SECONDS: dict[PlacementPolicy, float] = {
     "gimbal_uncalibrated": 7e-3,
     "gimbal_refined": 86e-3,
     "eplb": 6e-3,
+    "eplb_hierarchical": 7e-3,
     "static": 0.0,
 }
 """``scheduler.placement.propose`` for 48 layers, 128 experts, 2 sources and 4 ranks, the least of 11 runs on one core

@@ -19,52 +19,53 @@ from gimbal_jax.simulation.cost_sets import COST_SETS, DECISION_SECONDS, GRAPH, 
 from gimbal_jax.simulation.cost_sets import CostSet as CostSet
 from gimbal_jax.simulation.expert_kernel import CHOICES, EXPERTS, fit_expert_kernel
 from gimbal_jax.simulation.kernel_table import Curve, Grid, Prices, curve, grid
-from gimbal_jax.simulation.links import Links, link_curves, token_copies_LSR
+from gimbal_jax.simulation.links import Links, link_curves
+from gimbal_jax.simulation.shapes import (
+    DERIVED,
+    HEAD_COLUMNS,
+    HIDDEN,
+    QKV_COLUMNS,
+    TP,
+    Shares,
+    check_shapes,
+    is_measured,
+    shares,
+)
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
 
 VLLM = "vllm-0.24.0"
-MEASURED_MODEL = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_experts": EXPERTS,
-    "experts_per_token": CHOICES,
-    "num_heads": 32,
-    "num_kv_heads": 4,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-}
-MEASURED_TP, MEASURED_KV_HEADS = 2, 2
-"""Attention was measured for 2 KV heads, each with 8 query heads."""
-HEAD_COLUMNS = 65536
-"""The widest product measured; the output head's time is in proportion to its columns."""
+DECIDED_LAYERS, DECIDED_RANKS = 48, 4
+"""What ``DECISION_SECONDS`` were measured for."""
 
 
-def h100_costs(name: CostSet, model: ModelConfig, mesh: MeshConfig, exchange: Exchange, nodes: int = 1) -> Costs:
-    """Prices by a named cost set; ranks are spread evenly over ``nodes``.
+def h100_costs(name: CostSet, model: ModelConfig, mesh: MeshConfig, exchange: Exchange) -> Costs:
+    """Prices by a named cost set.
 
     Raises ValueError for a model or mesh whose kernels were not measured and do not scale.
     """
     if name not in COST_SETS:
         raise ValueError(f"cost set {name!r}: must be one of {', '.join(COST_SETS)}")
-    return H100Costs(COST_SETS[name], model, mesh, exchange, nodes)
+    return H100Costs(COST_SETS[name], model, mesh, exchange)
 
 
 class H100Costs:
-    """Prices of Qwen3-30B-A3B's layers, however many, on a mesh; see ``work.Costs``."""
+    """Prices of a model's layers, however many, on a mesh; see ``work.Costs``.
 
-    def __init__(
-        self, assumptions: Assumptions, model: ModelConfig, mesh: MeshConfig, exchange: Exchange, nodes: int = 1
-    ) -> None:
-        check_measured(model, mesh, nodes)
+    Those of Qwen3-30B-A3B are as measured. Those of another model follow by the rules of ``shapes``, and all that a
+    rule had a part in are counted as outside.
+    """
+
+    def __init__(self, assumptions: Assumptions, model: ModelConfig, mesh: MeshConfig, exchange: Exchange) -> None:
+        check_shapes(model, mesh)
         self._set, self._model, self._mesh, self._exchange = assumptions, model, mesh, exchange
-        self._experts = fit_expert_kernel()
-        self._prices = Prices(h100_kernels(mesh.tp, assumptions.all_reduce_stack))
+        self._measured, self._shares = is_measured(model), shares(model, mesh.tp)
+        self._experts = fit_expert_kernel().scaled(self._shares.expert, self._shares.depth)
+        kernels = h100_kernels(self._shares, mesh.tp, assumptions.all_reduce_stack)
+        self._prices = Prices(kernels, frozenset() if self._measured else DERIVED)
         network = assumptions.network_bandwidth, assumptions.network_latency_s
-        self._links = Links(self._prices, mesh.ranks, mesh.tp, nodes, *network)
+        self._links = Links(self._prices, mesh.ranks, mesh.tp, mesh.nodes, *network)
         self._hidden_bytes = model.hidden_size * ITEM_BYTES[model.dtype]
         self._launching = assumptions.launches * model.num_layers * launch_seconds()
-        self._head_share = model.num_kv_heads / mesh.tp / MEASURED_KV_HEADS
-        """KV heads of a rank, of those measured: heads are to attention what rows are, independent work."""
 
     @property
     def outside(self) -> Mapping[str, int]:
@@ -93,7 +94,17 @@ class H100Costs:
         )
 
     def decision_seconds(self, policy: PlacementPolicy) -> float:
-        return DECISION_SECONDS[policy]
+        if self._measured:
+            return DECISION_SECONDS[policy]
+        size = self._model.num_layers * self._mesh.ranks / (DECIDED_LAYERS * DECIDED_RANKS)
+        return size * DECISION_SECONDS[policy]
+
+    def far_bytes(self, work: StepWork) -> float:
+        if self._exchange == "sparse":
+            return self._links.sparse_far_bytes(work.copies_LSR, self._hidden_bytes, CHOICES)
+        tokens = sum(engine.tokens for engine in work.engines_S)
+        m, layers = self._model, len(work.pairs_LSP)
+        return layers * self._links.gather_far_bytes(tokens, self._hidden_bytes, CHOICES, m.num_experts)
 
     def _slowest_engine(self, engines_S: tuple[EngineWork, ...], tokens_S: np.ndarray) -> dict[str, float]:
         """All layers of the engine that takes longest beside the experts."""
@@ -108,7 +119,7 @@ class H100Costs:
             "small_kernels": self._small_kernels(tokens_S),
         }
         slowest = int(np.argmax(sum(parts_S.values())))
-        if tp != MEASURED_TP:
+        if tp != TP:
             self._prices.count(f"shapes of tp {tp}")
         return {part: self._model.num_layers * float(seconds_S[slowest]) for part, seconds_S in parts_S.items()}
 
@@ -116,7 +127,7 @@ class H100Costs:
         rows_S = np.array([len(engine.decode_contexts) for engine in engines_S])
         context_S = np.array([engine.decode_contexts.sum() for engine in engines_S]) / np.maximum(rows_S, 1)
         # The row's own token is not part of the table's context.
-        return self._prices.seconds("decode_attention", rows_S * self._head_share, np.maximum(context_S - 1, 2))
+        return self._prices.seconds("decode_attention", rows_S * self._shares.kv_heads, np.maximum(context_S - 1, 2))
 
     def _prefill_attention(self, engines_S: tuple[EngineWork, ...]) -> np.ndarray:
         chunks_S = np.array([len(engine.prefill) for engine in engines_S])
@@ -126,7 +137,7 @@ class H100Costs:
         start_N, tokens_N = np.array([chunk for engine in engines_S for chunk in engine.prefill]).T
         # As if nothing before a chunk were one token: the least that was measured, which is the launch.
         lengths = np.stack([start_N + tokens_N, np.maximum(start_N, 1), np.ones_like(start_N)])
-        batch_N = (chunks_S * self._head_share)[engine_N]
+        batch_N = (chunks_S * self._shares.query_heads)[engine_N]
         end_N, before_N, launch_N = self._prices.seconds("prefill_attention", batch_N, lengths)
         return np.bincount(engine_N, launch_N + end_N - before_N, len(engines_S)) / np.maximum(chunks_S, 1)
 
@@ -149,11 +160,11 @@ class H100Costs:
             exchange = layers * self._links.gather_seconds(tokens, self._hidden_bytes, CHOICES, m.num_experts)
             tokens_LR = np.full((layers, ranks), tokens)
         else:
-            copies = token_copies_LSR(work.pairs_LSR, tokens_S, CHOICES)
+            copies = work.copies_LSR
             exchange_L = self._links.sparse_seconds_L(copies, self._hidden_bytes, CHOICES, m.num_experts)
             exchange, tokens_LR = float(exchange_L.sum()), copies.sum(axis=1)
         load_LRP = work.pairs_LSP.sum(axis=1).reshape(layers, ranks, -1)
-        outside = self._experts.outside(load_LRP, tokens_LR)
+        outside = self._experts.outside(load_LRP, tokens_LR) if self._measured else layers * ranks
         self._prices.count("experts", outside)
         return exchange, float(self._experts.seconds(load_LRP, tokens_LR).max(axis=1).sum())
 
@@ -167,19 +178,6 @@ class H100Costs:
         return float(head + gathered + passes + kernels) if chosen else 0.0
 
 
-def check_measured(model: ModelConfig, mesh: MeshConfig, nodes: int) -> None:
-    """ValueError unless there are measured kernels for every layer, and engines lie within nodes."""
-    for name, measured in MEASURED_MODEL.items():
-        if getattr(model, name) != measured:
-            raise ValueError(f"{name} {getattr(model, name)}: H100 kernels were measured for {measured} only")
-    if len(model.moe_layers) != model.num_layers:
-        raise ValueError("moe_layers: H100 kernels were measured for models whose layers all have experts")
-    if mesh.tp not in (1, 2, 4):
-        raise ValueError(f"tp {mesh.tp}: H100 attention was measured at tp 2, and scales to 1, 2 and 4 only")
-    if nodes < 1 or mesh.ranks % nodes or mesh.ranks // nodes % mesh.tp:
-        raise ValueError(f"nodes {nodes}: must split {mesh.dp} engines of {mesh.tp} GPUs evenly, each within a node")
-
-
 def launch_seconds() -> float:
     """Measured time of launching one kernel: small all-reduces of 2 GPUs without, less with CUDA graphs."""
     eager, graph = (
@@ -189,17 +187,14 @@ def launch_seconds() -> float:
     return float(np.median(eager - graph))
 
 
-def h100_kernels(tp: int, all_reduce_stack: str = GRAPH.all_reduce_stack) -> dict[str, Curve | Grid]:
-    """Measured times by name, without those of the experts.
-
-    At another tp than 2 the products are in proportion to their columns or depth.
-    """
-    share = MEASURED_TP / tp
-    qkv, output = (curve("gemm_bf16", VLLM, "m", n=n) for n in (2560, 2048))
+def h100_kernels(of: Shares, tp: int, all_reduce_stack: str = GRAPH.all_reduce_stack) -> dict[str, Curve | Grid]:
+    """Measured times by name, without those of the experts; products take their share of the measured ones' time."""
+    qkv, output = (curve("gemm_bf16", VLLM, "m", n=n) for n in (QKV_COLUMNS, HIDDEN))
+    router, head = (curve("gemm_bf16", VLLM, "m", n=n) for n in (EXPERTS, HEAD_COLUMNS))
     kernels: dict[str, Curve | Grid] = {
-        "qkv_and_output": Curve(qkv.size, (qkv.seconds + output.at(qkv.size)) * share),
-        "router": curve("gemm_bf16", VLLM, "m", n=128),
-        "head": curve("gemm_bf16", VLLM, "m", n=HEAD_COLUMNS),
+        "qkv_and_output": Curve(qkv.size, qkv.seconds * of.qkv + output.at(qkv.size) * of.output),
+        "router": Curve(router.size, router.seconds * of.depth),
+        "head": Curve(head.size, head.seconds * of.depth),
         "decode_attention": grid("attn_decode_16q2kv", VLLM, "batch", "ctx"),
         "prefill_attention": grid("attn_prefill_16q2kv", VLLM, "batch", "isl"),
         **link_curves(),

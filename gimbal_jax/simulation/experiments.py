@@ -7,16 +7,16 @@ setting share all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from gimbal_jax.config import MeshConfig
+from gimbal_jax.config import GPU_ENGINE, Exchange, MeshConfig
 from gimbal_jax.simulation.comparison import at_load
 from gimbal_jax.simulation.cost_sets import PAPER_KV_TOKENS, CostSet
 from gimbal_jax.simulation.routing import RoutingConfig
 from gimbal_jax.simulation.scenario import KV_TOKENS, REFERENCE, Scenario
-from gimbal_jax.simulation.systems import PRESSURE_WEIGHTS, QUEUES
+from gimbal_jax.simulation.systems import MULTIHOST_PLACEMENTS, PRESSURE_WEIGHTS, QUEUES, multihost_system
 from gimbal_jax.simulation.tasks import CalibrationPoint, ExpertCounts, OneRequest, Replicas, Task
 from gimbal_jax.simulation.workload import SHAPES, TRACES, Lengths, WorkloadConfig
 
@@ -35,11 +35,25 @@ GAMMAS = (0.01, 0.1, 0.3, 1.0)
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 MOST_SEEDS = 100
 """Of each setting; runs with fewer seeds are among those with more, so that more can be added."""
-NODES = (2, 4)
-NODE_SYSTEMS = ("static", "vllm", "refined_ep")
-NODE_REQUESTS = 3
-"""Times those of other runs."""
-NODE_PERSISTENCES = (0.0, 0.5, 0.8)
+MULTIHOST_MODEL = "Qwen3-235B-A22B"
+MULTIHOST_MESHES = {
+    MeshConfig(dp=4, tp=4, nodes=2): (8.0, 827_520),
+    MeshConfig(dp=16, tp=4, nodes=8): (16.0, 1_051_200),
+}
+"""Of the study of several nodes, 8 H100s each: requests per second, and an engine's KV cache by `gimbal mesh plan`. At
+twice the rate 8 nodes are full: in every step some engine computes a prompt, and all wait for it."""
+MULTIHOST_SHARE = 0.04
+"""Requests for each request per second, of the number in other runs."""
+MULTIHOST_PERSISTENCES = (0.0, 0.5, 0.8, 1.0)
+MULTIHOST_VARIANTS: Mapping[str, tuple[str, Exchange]] = {
+    **{
+        f"{policy}, affinity" if affinity else policy: (multihost_system(policy, affinity), "sparse")
+        for policy in MULTIHOST_PLACEMENTS
+        for affinity in (False, True)
+    },
+    "static, all-gather": (multihost_system("static", affinity=False), "gather"),
+}
+"""System and exchange by name; the first is what others are compared with."""
 DISPATCH_SYSTEMS = ("static", "gimbal_static", "late_static")
 
 
@@ -134,7 +148,7 @@ def experiments(scope: Scope) -> dict[str, Experiment]:
         "budget": Experiment("tokens of a step", under(("static", "late_static"), budget_settings(scope))),
         "queues": Experiment("queue orders", under(queue_systems(), queue_settings(scope))),
         "replicas": Experiment("redundant experts", tuple(map(Replicas, replica_settings(scope)))),
-        "nodes": Experiment("slow links between nodes", under(NODE_SYSTEMS, node_settings(scope))),
+        "multihost": Experiment("Qwen3-235B-A22B on several nodes", multihost_runs(scope)),
         "pressure": Experiment("expert pressure in dispatch", under(chain(*pressure_systems()), fashionable(scope))),
     }
 
@@ -184,15 +198,37 @@ def replica_settings(scope: Scope) -> list[Scenario]:
     return [replace(s, system="static") for s in _settings(scope, "graph", [(scope.shapes[0], study_share(scope))])]
 
 
-def node_settings(scope: Scope) -> list[Scenario]:
-    """Four engines of two ranks over several nodes, with more requests, so that placement acts more than once."""
-    longer = replace(scope, requests=NODE_REQUESTS * scope.requests, seeds=min(scope.seeds, 2))
-    found = list(_settings(longer, "graph", [(scope.shapes[0], study_share(scope))]))
+def multihost_runs(scope: Scope) -> tuple[Scenario, ...]:
+    """Each setting under each variant, those of one setting together."""
+    return tuple(as_variant(name, [s])[0] for s in multihost_settings(scope) for name in MULTIHOST_VARIANTS)
+
+
+def as_variant(name: str, found: Iterable[Scenario]) -> list[Scenario]:
+    """Settings under one of ``MULTIHOST_VARIANTS``."""
+    system, exchange = MULTIHOST_VARIANTS[name]
+    return [replace(scenario, system=system, exchange=exchange) for scenario in found]
+
+
+def multihost_settings(scope: Scope) -> list[Scenario]:
+    """Several nodes, by how far topics keep to sources; what does not is a mix of topics at every source.
+
+    The rate is given: all requests at once, to find the capacity of 64 GPUs, would take longer than the study.
+    """
     return [
-        replace(s, mesh=MeshConfig(4, 2), nodes=nodes, routing=RoutingConfig(persistence=persistence))
-        for s in found
-        for nodes in NODES
-        for persistence in NODE_PERSISTENCES
+        Scenario(
+            multihost_system("static", affinity=False),
+            "graph",
+            WorkloadConfig("azure-conv", round(MULTIHOST_SHARE * scope.requests * rate), rate),
+            routing=RoutingConfig(persistence=persistence),
+            model=MULTIHOST_MODEL,
+            mesh=mesh,
+            max_rows=GPU_ENGINE.max_rows,
+            kv_tokens=kv_tokens,
+            seed=seed,
+        )
+        for mesh, (rate, kv_tokens) in MULTIHOST_MESHES.items()
+        for seed in range(scope.seeds)
+        for persistence in MULTIHOST_PERSISTENCES
     ]
 
 

@@ -41,6 +41,19 @@ class ExpertKernel:
     product_table: np.ndarray
     """``product`` for every whole number of pairs: looking up is faster than interpolating."""
 
+    def scaled(self, weights: float, token: float) -> ExpertKernel:
+        """The same for experts of ``weights`` times as many weights, and tokens of ``token`` times as many bytes.
+
+        The least time of a launch stays; reading weights and multiplying by them take ``weights`` times as long.
+        """
+        reading = self.launch.seconds - self.launch.at(np.array(0.0))
+        return ExpertKernel(
+            Curve(self.launch.size, self.launch.seconds + (weights - 1) * reading),
+            Curve(self.product.size, weights * self.product.seconds),
+            Curve(self.handling.size, token * self.handling.seconds),
+            weights * self.product_table,
+        )
+
     def products(self, pairs_P: np.ndarray) -> np.ndarray:
         """Time that the pairs of each expert add, any shape; int64."""
         seconds = self.product_table[np.minimum(pairs_P, TABLED_PAIRS)]

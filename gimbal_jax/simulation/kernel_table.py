@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -153,15 +153,16 @@ def _select(op: str, stack: str, fixed: Mapping[str, object]) -> list[Kernel]:
 class Prices:
     """Looks times up, and counts how often one was asked for outside of what was measured."""
 
-    def __init__(self, times: Mapping[str, Times]) -> None:
-        self.times = times
+    def __init__(self, times: Mapping[str, Times], derived: Collection[str] = ()) -> None:
+        """``derived``: names of times that were not measured anywhere; each of their prices is outside."""
+        self.times, self._derived = times, derived
         self.outside: Counter[str] = Counter()
 
     def seconds(self, name: str, size: np.ndarray, length: np.ndarray | None = None) -> np.ndarray:
         """Times at sizes, or at batches and lengths. Size or batch 0 is nothing to do, and takes no time."""
         seconds, outside = self.times[name].look_up(*((size,) if length is None else (size, length)))
         runs = size > 0
-        self.count(name, int(np.count_nonzero(outside & runs)))
+        self.count(name, int(np.count_nonzero(runs if name in self._derived else outside & runs)))
         return seconds * runs
 
     def count(self, name: str, prices: int = 1) -> None:

@@ -95,6 +95,20 @@ class Links:
         near = self.collective("nccl_alltoall", self.ranks_per_node, near_L * row_bytes)
         return self._both(near, far_L * row_bytes).sum(axis=0) + counts
 
+    def gather_far_bytes(self, tokens: int, hidden_bytes: int, choices: int, experts: int) -> float:
+        """Bytes that cross nodes in the exchange of one layer where every token goes to every rank.
+
+        As ``among_all`` prices it: every node gets once what the others hold.
+        """
+        numbers = INDEX_BYTES * (3 * choices * tokens + self.ranks * experts)
+        return float((self.nodes - 1) * (2 * tokens * hidden_bytes + numbers)) if tokens else 0.0
+
+    def sparse_far_bytes(self, copies_LSR: np.ndarray, hidden_bytes: int, choices: int) -> float:
+        """Bytes that cross nodes in the exchange of all layers where tokens go to the ranks that hold their experts:
+        tokens with their places and weights there, results back. Without the counts, which any placement sends."""
+        row_bytes = 2 * hidden_bytes + 2 * INDEX_BYTES * choices
+        return float((copies_LSR * ~self._same_node_SR).sum() * row_bytes)
+
     def busiest_rows_L(self, copies_LSR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows that the busiest rank of each layer sends or receives, within its node and to or from others.
 
@@ -127,12 +141,3 @@ class Links:
         """Time of what stays within nodes with ``far`` bytes of each GPU that cross them."""
         crossing = np.maximum(near_seconds, far / self.network_bandwidth) + self.network_latency_s
         return np.where(far > 0, crossing, near_seconds)
-
-
-def token_copies_LSR(pairs_LSR: np.ndarray, tokens_S: np.ndarray, choices: int) -> np.ndarray:
-    """Tokens of each source that each rank gets, once however many of their experts it holds.
-
-    Expected from the pairs alone, as if each choice fell on a rank on its own (exact for such choices).
-    """
-    possible_S1 = np.maximum(tokens_S * choices, 1)[:, None]
-    return tokens_S[:, None] * (1 - (1 - pairs_LSR / possible_S1) ** choices)

@@ -90,6 +90,9 @@ class MeasuredCosts:
     def decision_seconds(self, policy: PlacementPolicy) -> float:
         return self._decision_s
 
+    def far_bytes(self, work: StepWork) -> float:
+        return 0.0
+
     @property
     def outside(self) -> Mapping[str, int]:
         return self._outside

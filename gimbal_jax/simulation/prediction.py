@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.simulation.costs import h100_kernels
 from gimbal_jax.simulation.expert_kernel import (
     ALL_ACTIVE,
@@ -23,6 +24,7 @@ from gimbal_jax.simulation.expert_kernel import (
     fit_expert_kernel,
 )
 from gimbal_jax.simulation.kernel_table import Curve, Grid, Kernel, measured_kernels
+from gimbal_jax.simulation.shapes import MEASURED, TP, shares
 
 DRAWS = 20
 """Of an uneven load, averaged. The collector timed five draws of its own, so a part of the error is chance."""
@@ -30,7 +32,8 @@ DRAWS = 20
 
 def prediction_errors() -> dict[str, np.ndarray]:
     """Relative errors, predicted / measured - 1, by kernel or kind of rows."""
-    errors = {f"{name}: left out": leave_one_out(times) for name, times in h100_kernels(tp=2).items()}
+    kernels = h100_kernels(shares(PRESETS[MEASURED], TP), TP)
+    errors = {f"{name}: left out": leave_one_out(times) for name, times in kernels.items()}
     return errors | expert_errors(fit_expert_kernel(), np.random.default_rng(0))
 
 

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from gimbal_jax.config import PlacementPolicy
+from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.scheduler.eplb import ReplicatedPlacement, replicated_placement
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.costs import h100_costs
-from gimbal_jax.simulation.scenario import MODEL, Scenario, simulate_scenario
+from gimbal_jax.simulation.scenario import Scenario, simulate_scenario
 from gimbal_jax.simulation.work import Costs, StepWork
 
 WINDOW_STEPS = 200
@@ -33,11 +34,12 @@ def replica_study(scenario: Scenario) -> dict[str, Any]:
 
     The scenario's system must leave experts in the contiguous placement.
     """
-    costs = h100_costs(scenario.costs, MODEL, scenario.mesh, scenario.exchange, scenario.nodes)
+    model = PRESETS[scenario.model]
+    costs = h100_costs(scenario.costs, model, scenario.mesh, scenario.exchange)
     watched = WatchedCosts(costs, scenario.mesh.ranks)
     run = simulate_scenario(scenario, costs=watched)
     if not np.array_equal(
-        run.slot_of_expert_LE, np.broadcast_to(np.arange(MODEL.num_experts), run.slot_of_expert_LE.shape)
+        run.slot_of_expert_LE, np.broadcast_to(np.arange(model.num_experts), run.slot_of_expert_LE.shape)
     ):
         raise ValueError(f"system {scenario.system}: must leave the contiguous placement as it is")
     return {
@@ -80,6 +82,9 @@ class WatchedCosts:
 
     def decision_seconds(self, policy: PlacementPolicy) -> float:
         return self._costs.decision_seconds(policy)
+
+    def far_bytes(self, work: StepWork) -> float:
+        return self._costs.far_bytes(work)
 
     @property
     def outside(self) -> Mapping[str, int]:

@@ -49,10 +49,16 @@ class SimulatedRunner:
         """(token, choice) pairs of all layers so far."""
         self.remote_pairs = 0
         """Those of them that left their source's ranks."""
+        self.far_pairs = 0
+        """Those of them that left their source's node."""
+        self.far_bytes = 0.0
+        """See ``Costs.far_bytes``."""
         self.fullest_pairs = 0
         """Pairs of the fullest rank of each layer and step, added up: times ranks over ``pairs`` is the imbalance."""
         self._config, self._router, self._costs, self._clock, self._rng = config, router, costs, clock, rng
         self._overlapped, self._on_time = overlapped, on_time
+        node_R = np.arange(config.mesh.ranks) // config.mesh.ranks_per_node
+        self._far_SR = node_R[:: config.mesh.tp, None] != node_R
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._counts_LSE = self._no_counts()
@@ -140,6 +146,9 @@ class SimulatedRunner:
         self.pairs += pairs
         self.remote_pairs += pairs - int(local_LS.sum())
         self.fullest_pairs += int(work.load_LR.max(axis=1).sum())
+        if self._config.mesh.nodes > 1:
+            self.far_pairs += int(work.pairs_LSR.sum(axis=0)[self._far_SR].sum())
+            self.far_bytes += self._costs.far_bytes(work)
 
     def _result(self, plan: Plan) -> StepResult:
         last_C = np.array([chunk.tokens[-1] for chunk in plan.prefill], np.int32)

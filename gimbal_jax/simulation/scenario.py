@@ -19,14 +19,14 @@ from gimbal_jax.simulation.costs import h100_costs
 from gimbal_jax.simulation.profile import place_offline
 from gimbal_jax.simulation.results import run_record
 from gimbal_jax.simulation.routing import Router, RoutingConfig, recorded_router, synthetic_router
+from gimbal_jax.simulation.shapes import MEASURED
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import WorkloadConfig, make_workload
 
-MODEL_NAME = "Qwen3-30B-A3B"
-MODEL = PRESETS[MODEL_NAME]
-"""The paper's model, and the one whose kernels were measured."""
+MODEL = PRESETS[MEASURED]
+"""The paper's model too."""
 DEFAULT_WORKLOAD = WorkloadConfig()
 DEFAULT_ROUTING = RoutingConfig()
 PAPER_MESH = MeshConfig(dp=2, tp=2)
@@ -51,8 +51,9 @@ class Scenario:
     routing: RoutingConfig = DEFAULT_ROUTING
     recording: str | None = None
     """Counts file of a real server to route by. Of ``routing`` only ``trend_s`` counts: how long a window lasts."""
+    model: str = MEASURED
+    """A preset's name."""
     mesh: MeshConfig = PAPER_MESH
-    nodes: int = 1
     exchange: Exchange = "sparse"
     token_budget: int = GPU_ENGINE.token_budget
     max_rows: int = 256
@@ -65,6 +66,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
             raise ValueError(f"system must be one of {', '.join(SYSTEMS)}, not {self.system}")
+        if self.model not in PRESETS:
+            raise ValueError(f"model must be one of {', '.join(PRESETS)}, not {self.model}")
         if self.share_of_capacity is not None and not 0 < self.share_of_capacity < float("inf"):
             raise ValueError(f"share_of_capacity must be above 0 and finite, not {self.share_of_capacity}")
         for name in ("persistence", "trend"):
@@ -107,15 +110,16 @@ def simulate_scenario(
         rng = np.random.default_rng(scenario.seed)
         slot_of_expert_LE, arrivals = place_offline(system.offline, router, arrivals, earlier, mesh, rng)
     if costs is None:
-        costs = h100_costs(scenario.costs, MODEL, mesh, scenario.exchange, scenario.nodes)
+        costs = h100_costs(scenario.costs, PRESETS[scenario.model], mesh, scenario.exchange)
     return simulate(system, testbed(scenario), costs, router, arrivals, scenario.seed, slot_of_expert_LE, on_done)
 
 
 def testbed(scenario: Scenario) -> Testbed:
     """What the scenario runs on. Queues hold all of its requests, so that none is refused."""
+    model = PRESETS[scenario.model]
     engine = replace(
         GPU_ENGINE,
-        max_model_len=MODEL.max_position,
+        max_model_len=model.max_position,
         num_pages=scenario.kv_tokens // GPU_ENGINE.page_size,
         max_rows=scenario.max_rows,
         token_budget=scenario.token_budget,
@@ -123,12 +127,12 @@ def testbed(scenario: Scenario) -> Testbed:
         prefix_cache=False,
         exchange=scenario.exchange,
     )
-    return Testbed(MODEL, scenario.mesh, engine)
+    return Testbed(model, scenario.mesh, engine)
 
 
 def scenario_router(scenario: Scenario) -> Router:
     """Its router; the last ones are kept, since drawing their banks takes a second."""
-    return _router(scenario.routing, scenario.recording, scenario.mesh.dp, scenario.seed)
+    return _router(scenario.model, scenario.routing, scenario.recording, scenario.mesh.dp, scenario.seed)
 
 
 def with_rate(scenario: Scenario) -> Scenario:
@@ -171,8 +175,9 @@ def sustained_rate(requests: Sequence[Measurement]) -> float:
 
 
 @lru_cache(maxsize=2)
-def _router(routing: RoutingConfig, recording: str | None, sources: int, seed: int) -> Router:
-    layers, experts, k = len(MODEL.moe_layers), MODEL.num_experts, MODEL.experts_per_token
+def _router(name: str, routing: RoutingConfig, recording: str | None, sources: int, seed: int) -> Router:
+    model = PRESETS[name]
+    layers, experts, k = len(model.moe_layers), model.num_experts, model.experts_per_token
     if recording is None:
         return synthetic_router(routing, layers, experts, k, seed)
     counts_WLSE = load_counts(Path(recording)).counts_WLSE

@@ -14,6 +14,7 @@ import numpy as np
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.sizes import expert_bytes
+from gimbal_jax.scheduler.affinity import prompt_distance_S
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.trace import Trace
@@ -67,6 +68,10 @@ class Run:
     """Fullest over mean rank load, step by step and layer by layer, weighted by tokens."""
     remote_share: float
     """Share of expert tokens that left their source's ranks."""
+    far_share: float
+    """Share of expert tokens that left their source's node."""
+    far_bytes: float
+    """What the exchange sent from one node to another; moves of experts are no part of it."""
     placements: tuple[PlacementRecord, ...]
     experts_moved: int
     bytes_moved: int
@@ -193,8 +198,11 @@ class _Simulation:
         if self._server.traces is not self._observed:
             self._observed = self._server.traces
             self._dispatcher.observe(self._observed)
-        decision, sequence = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
         prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
+        distance_S = prompt_distance_S(self._server.distance_BS, prompt)
+        decision, sequence = self._dispatcher.dispatch(
+            request_id, arrival.input_tokens, now, arrival.engine, distance_S=distance_S
+        )
         sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
         self._count_live(now)
         self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens)
@@ -257,6 +265,8 @@ class _Simulation:
             prompt_gap=float(np.mean(self._gaps)) if self._gaps else math.nan,
             imbalance=runner.fullest_pairs * self._config.mesh.ranks / max(runner.pairs, 1),
             remote_share=runner.remote_pairs / max(runner.pairs, 1),
+            far_share=runner.far_pairs / max(runner.pairs, 1),
+            far_bytes=runner.far_bytes,
             placements=status.placements,
             experts_moved=status.experts_moved,
             bytes_moved=status.bytes_moved,

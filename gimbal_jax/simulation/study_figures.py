@@ -12,15 +12,16 @@ from gimbal_jax.simulation.experiments import (
     COMPARED,
     DISPATCH_SYSTEMS,
     GATHER_SYSTEMS,
-    NODE_PERSISTENCES,
-    NODE_SYSTEMS,
-    NODES,
+    MULTIHOST_MESHES,
+    MULTIHOST_PERSISTENCES,
+    MULTIHOST_VARIANTS,
     VARIED,
     Scope,
+    as_variant,
     budget_settings,
     fashionable,
     late_settings,
-    node_settings,
+    multihost_settings,
     pressure_systems,
     queue_settings,
     queue_systems,
@@ -113,25 +114,28 @@ def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
     yield "study_replicas", figure
 
 
-def draw_nodes(store: ResultStore, scope: Scope) -> Drawn:
-    """TPOT by persistence of topics, experts of several nodes."""
-    found = node_settings(scope)
-    if not _all(store, found, NODE_SYSTEMS):
+def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
+    """Latencies and bytes across nodes by persistence of topics; dashed: with dispatch by affinity."""
+    found = multihost_settings(scope)
+    if not all(any(run in store for run in as_variant(name, found)) for name in MULTIHOST_VARIANTS):
         return
-    figure = Figure(figsize=(4.5 * len(NODES), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(NODES))
-    for axes, nodes in zip(panels, NODES, strict=True):
-        for number, system in enumerate(NODE_SYSTEMS):
-            runs = [s for s in under_system(system, found) if s.nodes == nodes]
-            by_x = [[s for s in runs if s.routing.persistence == persistence] for persistence in NODE_PERSISTENCES]
-            values = [[1e3 * value(store, run, "tpot") for run in at] for at in by_x]
-            lines(axes, NODE_PERSISTENCES, values, system, colour(system, number))
-        axes.set_xlabel("persistence of topics", fontsize=8)
-        axes.set_title(f"{nodes} nodes", fontsize=9)
-    panels[0].set_ylabel("TPOT, ms", fontsize=8)
-    panels[0].legend(fontsize=7, frameon=False)
-    figure.suptitle("Slow links between nodes, DP 4, TP 2, simulated, costs graph", fontsize=10)
-    yield "study_nodes", figure
+    measures: tuple[Measure, ...] = ("tpot", "ttft", "far_bytes")
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    rows = figure.subplots(len(MULTIHOST_MESHES), len(measures))
+    for row, mesh in zip(rows, MULTIHOST_MESHES, strict=True):
+        for axes, measure in zip(row, measures, strict=True):
+            for number, name in enumerate(MULTIHOST_VARIANTS):
+                runs = [s for s in as_variant(name, found) if s.mesh == mesh]
+                by_x = [[s for s in runs if s.routing.persistence == p] for p in MULTIHOST_PERSISTENCES]
+                values = [[value(store, run, measure) for run in at] for at in by_x]
+                policy, affinity = divmod(number, 2)
+                lines(axes, MULTIHOST_PERSISTENCES, values, name, colour("", policy))
+                axes.get_lines()[-1].set_linestyle("--" if affinity else "-")
+            axes.set_xlabel("persistence of topics", fontsize=8)
+            axes.set_title(f"{mesh.nodes} nodes: {label(measure)}", fontsize=9)
+    rows[0][-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.0))
+    figure.suptitle("Qwen3-235B-A22B on nodes of 8 H100s, TP 4, simulated, costs graph", fontsize=10)
+    yield "study_multihost", figure
 
 
 def draw_pressure_weights(store: ResultStore, scope: Scope) -> Drawn:
@@ -163,7 +167,7 @@ STUDIES: Mapping[str, Callable[[ResultStore, Scope], Drawn]] = {
     "budget": draw_budget,
     "queues": draw_queues,
     "replicas": draw_replicas,
-    "nodes": draw_nodes,
+    "multihost": draw_multihost,
     "pressure": draw_pressure_weights,
 }
 

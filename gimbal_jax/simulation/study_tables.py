@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from gimbal_jax.simulation.comparison import Measure, estimate, load_of, under_system
+from gimbal_jax.config import MeshConfig
+from gimbal_jax.simulation.comparison import Measure, changes, estimate, load_of, under_system
 from gimbal_jax.simulation.experiments import (
     BUDGETS,
     DISPATCH_SYSTEMS,
-    NODE_PERSISTENCES,
-    NODE_SYSTEMS,
-    NODES,
+    MULTIHOST_MESHES,
+    MULTIHOST_PERSISTENCES,
+    MULTIHOST_VARIANTS,
     Scope,
+    as_variant,
     budget_settings,
     fashionable,
     late_settings,
-    node_settings,
+    multihost_settings,
     pressure_systems,
     queue_settings,
     queue_systems,
@@ -24,9 +26,10 @@ from gimbal_jax.simulation.experiments import (
 )
 from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.store import ResultStore
-from gimbal_jax.simulation.tables import Row, Table, against, change_text, runs_table
+from gimbal_jax.simulation.tables import Row, Table, against, change_text, mean_text, runs_table
 from gimbal_jax.simulation.tasks import Replicas
 
+MULTIHOST_BASELINE = next(iter(MULTIHOST_VARIANTS))
 LATENCIES: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot", "e2e", "throughput")
 
 
@@ -80,17 +83,42 @@ def replica_table(store: ResultStore, scope: Scope) -> Table:
     return Table("replicas", "Redundant experts: changes of time against the contiguous placement", columns, rows)
 
 
-def node_table(store: ResultStore, scope: Scope) -> Table:
-    """Placements where sources are on several nodes."""
+def multihost_table(store: ResultStore, scope: Scope) -> Table:
+    """What placement and affinity are worth on several nodes, by persistence of topics."""
+    found = multihost_settings(scope)
     rows = []
-    for nodes in NODES:
-        for persistence in NODE_PERSISTENCES:
-            found = [s for s in node_settings(scope) if (s.nodes, s.routing.persistence) == (nodes, persistence)]
-            for system in NODE_SYSTEMS:
-                rows.append(against((str(nodes), f"{persistence:g}", system), system, found, baseline="static"))
-    means: tuple[Measure, ...] = ("tpot", "imbalance", "remote_share", "exchange_share")
-    title = "Several nodes, DP 4, TP 2, vLLM's dispatch and queue: changes against experts that stay"
-    return runs_table(store, "nodes", title, ("nodes", "persistence", "system"), rows, means, ("tpot", "e2e"))
+    for mesh in MULTIHOST_MESHES:
+        for name in MULTIHOST_VARIANTS:
+            at = [[s for s in found if _mixed(s) == (mesh, persistence)] for persistence in MULTIHOST_PERSISTENCES]
+            runs = [(as_variant(name, s), as_variant(MULTIHOST_BASELINE, s)) for s in at]
+            changed = [[] if run == before else changes(store, run, before, "tpot") for run, before in runs]
+            cells = [
+                *map(change_text, map(estimate, changed)),
+                *(mean_text(store, run, "far_bytes") for run, _ in runs),
+            ]
+            rows.append([str(mesh.nodes), name, *cells])
+    columns = [f"{what}, {p:g}" for what in ("TPOT", "MB") for p in MULTIHOST_PERSISTENCES]
+    title = "TPOT against static, and MB a token across nodes, by persistence of topics"
+    return Table("multihost", title, ["nodes", "system", *columns], rows)
+
+
+def multihost_runs_table(store: ResultStore, scope: Scope) -> Table:
+    """All measures of the same runs."""
+    rows = []
+    for mesh in MULTIHOST_MESHES:
+        for persistence in MULTIHOST_PERSISTENCES:
+            at = [s for s in multihost_settings(scope) if _mixed(s) == (mesh, persistence)]
+            for name in MULTIHOST_VARIANTS:
+                labels = str(mesh.nodes), f"{persistence:g}", name
+                rows.append(Row(labels, as_variant(name, at), as_variant(MULTIHOST_BASELINE, at)))
+    means: tuple[Measure, ...] = ("ttft", "tpot", "imbalance", "far_share", "experts_moved", "migration_share")
+    columns = ("nodes", "persistence", "system")
+    title = "The same runs: changes against static"
+    return runs_table(store, "multihost_runs", title, columns, rows, means, ("ttft", "tpot", "e2e"))
+
+
+def _mixed(scenario: Scenario) -> tuple[MeshConfig, float]:
+    return scenario.mesh, scenario.routing.persistence
 
 
 def pressure_table(store: ResultStore, scope: Scope) -> Table:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gimbal_jax.config import DispatchConfig, PlacementConfig, QueueConfig, QueuePolicy
+from gimbal_jax.config import DispatchConfig, PlacementConfig, PlacementPolicy, QueueConfig, QueuePolicy
 from gimbal_jax.simulation.system import System
 
 _FCFS = QueueConfig("fcfs")
@@ -32,6 +32,10 @@ QUEUES: tuple[QueuePolicy, ...] = ("fcfs", "hrrn")
 """Of the study of queues, besides ``sjf_aging``."""
 PRESSURE_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 4.0)
 """``lambda_moe`` of the study of pressure."""
+MULTIHOST_PLACEMENTS: tuple[PlacementPolicy, ...] = ("static", "eplb", "eplb_hierarchical", "gimbal", "gimbal_refined")
+"""Of the study of several nodes; each without and with dispatch by affinity."""
+_MULTIHOST_PLACEMENT = PlacementConfig(migrate_bytes_per_tick=2**30)
+"""The default windows; moves that fit dozens of GPUs."""
 _VLLM_DISPATCH = DispatchConfig("vllm_classic")
 _GIMBAL_DISPATCH = DispatchConfig("gimbal")
 _NO_PRESSURE = DispatchConfig("gimbal", lambda_moe=0.0)
@@ -56,6 +60,12 @@ _GIMBAL = System(
 )
 _GIMBAL_STATIC = System("gimbal_static", "Gimbal's dispatch and queue; experts stay", _NO_PRESSURE, _SJF, _STATIC)
 _OFFLINE = replace(_VLLM, placement=_STATIC, migration="between_steps", first_window_steps=None)
+
+
+def multihost_system(policy: PlacementPolicy, affinity: bool) -> str:
+    """Name of a system of the study of several nodes."""
+    return f"multihost_{policy}{'_affinity' if affinity else ''}"
+
 
 _ALL: tuple[System, ...] = (
     _VLLM,
@@ -120,7 +130,7 @@ _ALL: tuple[System, ...] = (
     ),
     _GIMBAL_STATIC,
     System("late_static", "late binding, shortest first; experts stay", DispatchConfig("late"), _SJF, _STATIC),
-    # For other studies: queues, pressure, and refined placement alone.
+    # For other studies: queues, pressure, several nodes.
     *(
         System(
             f"{name}_static_{queue}",
@@ -142,13 +152,17 @@ _ALL: tuple[System, ...] = (
         for name, system in (("gimbal", _GIMBAL), ("gimbal_static", _GIMBAL_STATIC))
         for weight in PRESSURE_WEIGHTS
     ),
-    replace(
-        _VLLM,
-        name="refined_ep",
-        summary="only our refined placement, in vLLM",
-        placement=PlacementConfig("gimbal_refined"),
-        migration="between_steps",
-        first_window_steps=None,
+    *(
+        System(
+            multihost_system(policy, affinity),
+            f"Gimbal's dispatch and queue, {policy} in windows of {_MULTIHOST_PLACEMENT.window_steps} steps"
+            + ("; close scores told apart by expert affinity" if affinity else ""),
+            DispatchConfig("gimbal", affinity=affinity),
+            _SJF,
+            replace(_MULTIHOST_PLACEMENT, policy=policy),
+        )
+        for policy in MULTIHOST_PLACEMENTS
+        for affinity in (False, True)
     ),
 )
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}

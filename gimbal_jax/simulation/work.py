@@ -46,6 +46,13 @@ class StepWork:
         return np.einsum("lsrp->lsr", pairs_LSRP)  # several times as fast as sum() over a short last axis
 
     @cached_property
+    def copies_LSR(self) -> np.ndarray:
+        """Tokens of each source that each rank gets."""
+        tokens_S = np.array([engine.tokens for engine in self.engines_S])
+        choices = int(self.pairs_LSR[0].sum()) // max(int(tokens_S.sum()), 1)
+        return token_copies_LSR(self.pairs_LSR, tokens_S, choices)
+
+    @cached_property
     def load_LR(self) -> np.ndarray:
         """Pairs that each rank computes."""
         return self.pairs_LSR.sum(axis=1)
@@ -72,6 +79,18 @@ class Costs(Protocol):
     def decision_seconds(self, policy: PlacementPolicy) -> float:
         """Time of a placement decision over all layers."""
 
+    def far_bytes(self, work: StepWork) -> float:
+        """Bytes that the exchange of a step sends from one node to another, all layers together."""
+
     @property
     def outside(self) -> Mapping[str, int]:
         """By operation, how often a price was asked for outside of what was measured, and was extrapolated."""
+
+
+def token_copies_LSR(pairs_LSR: np.ndarray, tokens_S: np.ndarray, choices: int) -> np.ndarray:
+    """Tokens of each source that each rank gets, once however many of their experts it holds.
+
+    Expected from the pairs alone, as if each choice fell on a rank on its own (exact for such choices).
+    """
+    possible_S1 = np.maximum(tokens_S * choices, 1)[:, None]
+    return tokens_S[:, None] * (1 - (1 - pairs_LSR / possible_S1) ** choices)

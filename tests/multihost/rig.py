@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,15 +50,22 @@ def secret_file(folder: Path, secret: str = SECRET) -> Path:
     return path
 
 
+@cache
+def ports_of(folder: Path) -> tuple[int, int, int]:
+    """For clients, coordinator and commands: a server that starts again gets the same ones."""
+    return free_port(), free_port(), free_port()
+
+
 def serve_commands(
     folder: Path, processes: int, devices: int, options: tuple[str, ...], model: Path = FOLDER
 ) -> list[list[str]]:
-    """A command for each process; free ports are chosen anew each time."""
+    """A command for each process."""
     usual = [str(GIMBAL), "serve", str(model), "--devices", f"cpu:{devices}", *LIMITS, *options]
     usual += ["--compile-cache", str(folder / "compiled")]
     if processes == 1:
         return [usual]
-    usual += ["--coordinator", f"127.0.0.1:{free_port()}", "--command-port", str(free_port())]
+    _, coordinator, commands = ports_of(folder)
+    usual += ["--coordinator", f"127.0.0.1:{coordinator}", "--command-port", str(commands)]
     usual += ["--processes", str(processes), "--secret-file", str(secret_file(folder))]
     return [[*usual, "--process", str(process)] for process in range(processes)]
 
@@ -67,8 +75,8 @@ async def cluster(
     folder: Path, processes: int, devices: int, dp: int, tp: int, *options: str
 ) -> AsyncIterator[Cluster]:
     """So many processes with so many devices each, serving. Options are for all of them. Killed at the end."""
-    target = f"127.0.0.1:{free_port()}"
-    mesh = ("--dp", str(dp), "--tp", str(tp), "--port", target.rpartition(":")[2])
+    port, *_ = ports_of(folder)
+    target, mesh = f"127.0.0.1:{port}", ("--dp", str(dp), "--tp", str(tp), "--port", str(port))
     with started(serve_commands(folder, processes, devices, (*mesh, *options))) as running:
         await _serving(running, target)
         async with GimbalClient(target) as client:

@@ -15,7 +15,7 @@ from gimbal_jax.simulation.store import ResultStore
 from gimbal_jax.simulation.tasks import CalibrationPoint, ExpertCounts, OneRequest, Replicas, Task
 
 SCOPE = replace(quick(Scope()), seeds=3)
-SLOWDOWN = {"vllm": 1.0, "gimbal": 0.8, "gimbal+": 0.7, "gimbal_dp": 0.95}
+SLOWDOWN = {"vllm": 1.0, "gimbal": 0.8, "gimbal+": 0.7, "gimbal_dp": 0.95, "multihost_gimbal": 0.45}
 """Of the systems' latencies; all others have 0.9."""
 
 
@@ -65,6 +65,8 @@ def _run(scenario: Scenario) -> dict[str, Any]:
         "prompt_gap_tokens_per_s": 100 * e2e,
         "imbalance": 1.2,
         "remote_share": 0.5,
+        "far_share": 0.25,
+        "far_bytes_per_token": 1e6,
         "seconds_by_part": {"attention": 1.0, "exchange": 3.0},
         "steps": 1000,
         "experts_moved": 12,

@@ -38,6 +38,9 @@ class FlatCosts:
     def migration_seconds(self, moves, overlapped):
         return 0.0 if overlapped else self.round_s
 
+    def far_bytes(self, work):
+        return float(work.copies_LSR.sum())
+
     def decision_seconds(self, policy):
         return self.decision_s
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
 from gimbal_jax.planning.gpus import gpu_kinds
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.cost_sets import COST_SETS, GRAPH
-from gimbal_jax.simulation.costs import H100Costs, h100_costs, launch_seconds
+from gimbal_jax.simulation.costs import h100_costs, launch_seconds
 from gimbal_jax.simulation.fit import LATENCY_S, REARRANGEMENT_S, baseline_run, mean_rearrangement
 from gimbal_jax.simulation.work import EngineWork, StepWork
 
@@ -39,8 +37,8 @@ def work(*engines, mesh=MESH, share_E=None) -> StepWork:
     return StepWork(engines, pairs_LSP, mesh.ranks)
 
 
-def seconds(of_work, name="graph", exchange="sparse", mesh=MESH, nodes=1) -> float:
-    return sum(h100_costs(name, MODEL, mesh, exchange, nodes).step_parts(of_work).values())
+def seconds(of_work, name="graph", exchange="sparse", mesh=MESH) -> float:
+    return sum(h100_costs(name, MODEL, mesh, exchange).step_parts(of_work).values())
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sparse"])
@@ -157,7 +155,7 @@ def test_other_meshes_scale_and_say_so():
         costs.step_parts(work(*[decode(8)] * mesh.dp, mesh=mesh))
         assert costs.outside[f"shapes of tp {tp}"] == 1
     step = work(*[decode(32)] * 4, mesh=MeshConfig(4, 2))
-    assert seconds(step, mesh=MeshConfig(4, 2), nodes=2) > seconds(step, mesh=MeshConfig(4, 2))
+    assert seconds(step, mesh=MeshConfig(4, 2, nodes=2)) > seconds(step, mesh=MeshConfig(4, 2))
 
 
 def test_what_is_beyond_the_tables_is_counted():
@@ -168,18 +166,9 @@ def test_what_is_beyond_the_tables_is_counted():
     assert {"prefill_attention", "decode_attention", "experts"} <= costs.outside.keys()
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "nodes", "message"),
-    [
-        (replace(MODEL, hidden_size=4096), MESH, 1, "hidden_size 4096: .* for 2048 only"),
-        (replace(MODEL, moe_layers=(0, 1)), MESH, 1, "moe_layers"),
-        (MODEL, MeshConfig(1, 8), 1, "tp 8: .* 1, 2 and 4 only"),
-        (MODEL, MESH, 4, "nodes 4: must split 2 engines of 2 GPUs evenly"),
-    ],
-)
-def test_what_was_not_measured_is_refused(model, mesh, nodes, message):
-    with pytest.raises(ValueError, match=message):
-        H100Costs(GRAPH, model, mesh, "gather", nodes)
+def test_what_has_no_price_is_refused():
+    with pytest.raises(ValueError, match=r"tp 8: .* 1, 2 and 4 only"):
+        h100_costs("graph", MODEL, MeshConfig(1, 8), "gather")
 
 
 def test_unknown_cost_sets_are_refused():

@@ -6,22 +6,29 @@ from itertools import pairwise
 
 import pytest
 
+from gimbal_jax.model.hf_config import PRESETS
+from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.plan import MeshPlan, PlanRequest, plan_mesh
 from gimbal_jax.simulation.claims import CLAIMS
 from gimbal_jax.simulation.comparison import load_of, under_system
 from gimbal_jax.simulation.experiments import (
     COMPARED,
     COST_SETS,
+    MULTIHOST_MESHES,
+    MULTIHOST_MODEL,
     Scope,
     budget_settings,
     experiments,
     in_order,
-    node_settings,
+    multihost_runs,
+    multihost_settings,
     queue_systems,
     quick,
     settings,
     with_gather,
     with_topics,
 )
+from gimbal_jax.simulation.routing import RoutingConfig
 from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.tasks import Replicas, at_capacity, capacity_task
@@ -31,9 +38,9 @@ SCOPE = Scope()
 
 
 def test_the_whole_reproduction_is_of_a_size_that_can_be_waited_for():
-    assert 1000 < len(in_order(experiments(SCOPE).values(), SCOPE)) < 1600
+    assert 1000 < len(in_order(experiments(SCOPE).values(), SCOPE)) < 1800
     small = quick(SCOPE)
-    assert len(in_order(experiments(small).values(), small)) < 250
+    assert len(in_order(experiments(small).values(), small)) < 300
 
 
 def test_the_grid_is_the_paper_s():
@@ -96,8 +103,22 @@ def test_variants_change_one_thing():
 def test_studies_compare_like_with_like():
     budgets = budget_settings(SCOPE)
     assert len({replace(s, token_budget=1) for s in budgets}) == len({s.seed for s in budgets}) == 3
-    assert {s.nodes for s in node_settings(SCOPE)} == {2, 4}
+    multihost = multihost_settings(SCOPE)
+    assert {(s.mesh.nodes, s.mesh.ranks) for s in multihost} == {(2, 16), (8, 64)}
+    assert len({replace(s, routing=RoutingConfig()) for s in multihost}) == 2 * SCOPE.seeds, "persistence alone"
+    runs = multihost_runs(SCOPE)
+    assert len(set(runs)) == len(runs) == 11 * len(multihost) and runs[0] == multihost[0]
+    assert {s.exchange for s in runs if s.system != "multihost_static"} == {"sparse"}
     assert queue_systems()[0] == "gimbal_static" and all(name in SYSTEMS for name in queue_systems())
+
+
+@pytest.mark.parametrize("mesh", MULTIHOST_MESHES, ids=lambda mesh: f"{mesh.nodes} nodes")
+def test_kv_caches_of_several_nodes_are_as_planned(mesh):
+    rate, kv_tokens = MULTIHOST_MESHES[mesh]
+    request = PlanRequest(PRESETS[MULTIHOST_MODEL], gpu_kinds()["H100"], mesh.ranks)
+    plan = plan_mesh(request, replace(mesh, nodes=1))
+    assert isinstance(plan, MeshPlan) and plan.kv_tokens == kv_tokens
+    assert rate > 0 and mesh.ranks_per_node == 8
 
 
 def test_one_capacity_serves_all_that_is_compared():

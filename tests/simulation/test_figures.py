@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from gimbal_jax.simulation.experiments import ABLATION, experiments
 from gimbal_jax.simulation.figures import draw_ablation, draw_figures, draw_latencies, draw_throughput
 from gimbal_jax.simulation.store import ResultStore
-from gimbal_jax.simulation.study_figures import draw_pressure_weights
+from gimbal_jax.simulation.study_figures import draw_multihost, draw_pressure_weights
 from tests.simulation.results_made_up import SCOPE, made_up_store
 
 
@@ -37,9 +37,9 @@ def test_every_figure_and_study_is_drawn(store, tmp_path):
 def test_what_was_not_run_is_not_drawn(tmp_path):
     empty = ResultStore(tmp_path / "results.jsonl")
     assert list(draw_figures(empty, SCOPE, tuple(experiments(SCOPE)), tmp_path)) == []
-    some = made_up_store(tmp_path / "some", ("2", "nodes"))
+    some = made_up_store(tmp_path / "some", ("2", "multihost"))
     drawn = [path.stem for path in draw_figures(some, SCOPE, tuple(experiments(SCOPE)), tmp_path)]
-    assert drawn == ["figure_2", "study_nodes"]
+    assert drawn == ["figure_2", "study_multihost"]
 
 
 def test_lines_show_the_mean_at_each_load(store):
@@ -66,6 +66,16 @@ def test_throughput_is_normalised_and_raw(store):
     ratio, raw = dict(draw_throughput(store, SCOPE))["figure_10_paper_like"].axes
     assert heights(ratio) == pytest.approx([1.0] * 8)
     assert heights(raw) == pytest.approx([4.0] * 4)
+
+
+def test_affinity_is_dashed(store):
+    ((_, figure),) = draw_multihost(store, SCOPE)
+    by_label = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+    assert len(figure.axes) == 6 and len(by_label) == 11
+    for name, line in by_label.items():
+        assert line.get_linestyle() == ("--" if name.endswith("affinity") else "-")
+        assert line.get_color() == by_label[name.removesuffix(", affinity")].get_color()
+    assert np.allclose(by_label["gimbal"].get_ydata(), 0.5 * np.array(by_label["static"].get_ydata()))
 
 
 def test_pressure_is_shown_against_weight_zero(store):

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.simulation.costs import h100_kernels
 from gimbal_jax.simulation.kernel_table import Curve, Grid, Prices, curve, grid, measured_kernels
+from gimbal_jax.simulation.shapes import MEASURED, TP, shares
 
 DECODE = "attn_decode_16q2kv", "vllm-0.24.0", "batch", "ctx"
 PREFILL = "attn_prefill_16q2kv", "vllm-0.24.0", "batch", "isl"
@@ -89,7 +91,7 @@ def test_lines_of_a_grid_hold_measured_points_only():
 
 
 def test_every_table_is_finite_and_positive():
-    for name, times in h100_kernels(tp=2).items():
+    for name, times in h100_kernels(shares(PRESETS[MEASURED], TP), TP).items():
         assert np.isfinite(times.seconds).all() and (times.seconds > 0).all(), name
 
 

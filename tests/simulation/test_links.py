@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.simulation.kernel_table import Prices
-from gimbal_jax.simulation.links import Links, link_curves, token_copies_LSR
+from gimbal_jax.simulation.links import Links, link_curves
 
 HIDDEN_BYTES, CHOICES, EXPERTS = 4096, 8, 128
 
@@ -32,21 +32,6 @@ def test_the_busiest_rank_is_that_of_a_naive_count(seed, shape):
                 got[far, receiver] += rows
     near_L, far_L = links(ranks, tp, nodes).busiest_rows_L(copies_SR[None])
     assert [near_L[0], far_L[0]] == pytest.approx(np.maximum(sent, got).max(axis=1).tolist())
-
-
-def test_copies_are_the_tokens_with_a_choice_there():
-    rng = np.random.default_rng(0)
-    tokens, share_R = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
-    chosen_NR = rng.multinomial(CHOICES, share_R, size=tokens)  # each choice falls on a rank on its own
-    pairs_LSR = chosen_NR.sum(axis=0).reshape(1, 1, 4)
-    expected_R = token_copies_LSR(pairs_LSR, np.array([tokens]), CHOICES)[0, 0]
-    np.testing.assert_allclose(expected_R, (chosen_NR > 0).sum(axis=0), rtol=0.01)
-
-
-def test_an_idle_source_sends_nothing():
-    pairs_LSR = np.array([[[8, 8, 8, 8], [0, 0, 0, 0]]])
-    copies = token_copies_LSR(pairs_LSR, np.array([4, 0]), CHOICES)
-    assert (copies[0, 0] > 0).all() and not copies[0, 1].any()
 
 
 def test_sparse_gets_cheaper_as_tokens_stay_at_home_and_gather_cannot():
@@ -74,6 +59,30 @@ def test_what_crosses_nodes_takes_a_network_card_s_time():
     for buffer in np.array([8.0, 4000.0, 400_000.0]) * HIDDEN_BYTES:  # of which four cards bring half
         near = links(ranks=4).among_all("nccl_all_gather", buffer)
         assert net.among_all("nccl_all_gather", buffer) == pytest.approx(max(near, buffer / 2 / 4 / 50e9) + 1e-5)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.sampled_from([(4, 2, 2), (8, 2, 2), (8, 1, 4), (8, 2, 1), (16, 4, 2)]))
+def test_far_bytes_are_those_of_a_naive_count(seed, shape):
+    ranks, tp, nodes = shape
+    copies_LSR = np.random.default_rng(seed).integers(0, 50, (3, ranks // tp, ranks)).astype(float)
+    rows = sum(
+        copies_LSR[layer, source, rank]
+        for layer in range(3)
+        for source in range(ranks // tp)
+        for rank in range(ranks)
+        if source * tp * nodes // ranks != rank * nodes // ranks
+    )
+    found = links(ranks, tp, nodes).sparse_far_bytes(copies_LSR, HIDDEN_BYTES, CHOICES)
+    assert found == rows * (2 * HIDDEN_BYTES + 2 * 4 * CHOICES), "there with places and weights, and back"
+
+
+def test_by_gather_each_node_gets_once_what_others_hold():
+    one, two, four = (links(ranks=8, nodes=nodes) for nodes in (1, 2, 4))
+    found = [net.gather_far_bytes(100, HIDDEN_BYTES, CHOICES, EXPERTS) for net in (one, two, four)]
+    assert found == [0.0, found[1], 3 * found[1]]
+    assert found[1] == 100 * (2 * HIDDEN_BYTES + 4 * 3 * CHOICES) + 4 * 8 * EXPERTS
+    assert two.gather_far_bytes(0, HIDDEN_BYTES, CHOICES, EXPERTS) == 0.0
 
 
 def test_more_gpus_than_measured_are_counted():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gimbal_jax.config import ServerConfig
+from gimbal_jax.config import MeshConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
@@ -16,9 +16,10 @@ from tests.simulation.rig import ENGINE, EXPERTS, LAYERS, ROUTER, TESTBED, FlatC
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 
 
-def runner(costs=None, **more):
-    config = ServerConfig(mesh=TESTBED.mesh, engine=ENGINE)
-    slots = static_placement(LAYERS, EXPERTS, TESTBED.mesh.ranks)
+def runner(costs=None, mesh=TESTBED.mesh, slots=None, **more):
+    config = ServerConfig(mesh=mesh, engine=ENGINE)
+    if slots is None:
+        slots = static_placement(LAYERS, EXPERTS, mesh.ranks)
     clock = VirtualClock()
     rng = np.random.default_rng(0)
     return SimulatedRunner(config, slots, ROUTER, costs or FlatCosts(), clock, rng, 100, **more), clock
@@ -107,6 +108,29 @@ def test_rank_loads_follow_the_placement():
     assert simulated.fullest_pairs == work.load_LR.max(axis=1).sum()
     assert (work.pairs_LSP[0] == counts_LSE[0][:, np.argsort(new_slot_E)]).all()
     assert work.active_LR.sum() == (counts_LSE.sum(axis=1) > 0).sum()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_pairs_are_own_near_or_far(nodes):
+    """A naive recount over sources and slots, after experts moved; far bytes are what the costs say."""
+    mesh = MeshConfig(4, 2, nodes)
+    costs = FlatCosts()
+    slots_LE = np.stack([np.random.default_rng(layer).permutation(EXPERTS) for layer in range(LAYERS)])
+    simulated, _ = runner(costs, mesh, slots_LE)
+    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)
+    simulated.results()
+    counts_LSE = simulated.begin_counts()()
+    found = {"own": 0, "near": 0, "far": 0}
+    for (layer, source, expert), pairs in np.ndenumerate(counts_LSE):
+        rank = slots_LE[layer, expert] * mesh.ranks // EXPERTS
+        own, same_node = rank // mesh.tp == source, rank * nodes // 8 == source * nodes // 4
+        found["own" if own else "near" if same_node else "far"] += int(pairs)
+    assert simulated.far_pairs == found["far"]
+    assert simulated.remote_pairs - simulated.far_pairs == found["near"]
+    assert simulated.pairs == sum(found.values()) == counts_LSE.sum()
+    (work,) = costs.steps
+    assert simulated.far_bytes == (costs.far_bytes(work) if nodes > 1 else 0.0)
+    assert (simulated.far_pairs > 0) == (nodes > 1)
 
 
 @pytest.mark.parametrize(("overlapped", "seconds"), [(False, 0.001), (True, 0.0)])

@@ -108,6 +108,19 @@ def test_the_kv_cache_is_what_the_planner_says_fits():
     assert make_testbed(Scenario()).engine.num_pages * GPU_ENGINE.page_size == KV_TOKENS
 
 
+def test_another_model_is_served_with_its_own_shapes_over_several_nodes():
+    scenario = replace(SMALL, model="Qwen3-235B-A22B", mesh=MeshConfig(4, 4, nodes=2), system="static")
+    record = run_scenario(replace(scenario, workload=WorkloadConfig("azure-code", requests=8, rate=30.0)))
+    assert make_testbed(scenario).model.num_layers == 94
+    assert not record["clients"]["failed"] and record["outside"]["experts"] == 94 * 16 * record["steps"]
+    # Of balanced traffic half leaves its node; there is a copy for each of at most 8 ranks, there and back.
+    assert record["far_share"] == pytest.approx(0.5, abs=0.02)
+    assert 0 < record["far_bytes_per_token"] < 94 * 8 * (2 * 2 * 4096 + 64)
+    assert run_scenario(SMALL)["far_bytes"] == 0.0
+    with pytest.raises(ValueError, match="model must be one of Qwen3-30B-A3B, "):
+        replace(SMALL, model="Qwen3-1B")
+
+
 def test_routing_follows_a_counts_file(tmp_path):
     layers, experts = len(MODEL.moe_layers), MODEL.num_experts
     counts_LSE = np.zeros((layers, 2, experts), int)

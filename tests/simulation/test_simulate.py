@@ -16,6 +16,7 @@ SYSTEMS = {
     "gimbal": system(),
     "late": system(dispatch="late", placement="gimbal_refined"),
     "vllm": system("vllm_classic", "fcfs", "eplb", migration="blocking", first_window_steps=30),
+    "static": system(placement="static"),
     "overlapped": system("vllm_0_33", "fcfs", "eplb", migration="overlapped"),
 }
 
@@ -33,6 +34,19 @@ def test_work_is_conserved(name):
     # All tokens but the last one of each output go through the model, each k times a layer.
     assert done.tokens_computed == sum(a.input_tokens + a.output_tokens - 1 for a in requests)
     assert (done.counts_LSE.sum(axis=(1, 2)) == K * done.tokens_computed).all()
+
+
+@pytest.mark.parametrize(("nodes", "name"), [(1, "static"), (2, "static"), (2, "gimbal"), (2, "late")])
+def test_what_leaves_a_node_is_what_the_counts_say(nodes, name):
+    testbed = replace(TESTBED, mesh=replace(TESTBED.mesh, nodes=nodes))
+    costs = FlatCosts()
+    done = run(name, costs=costs, testbed=testbed)
+    assert 0 <= done.far_share <= done.remote_share
+    assert done.far_bytes == (pytest.approx(sum(map(costs.far_bytes, costs.steps))) if nodes > 1 else 0.0)
+    if name == "static":  # engine s is a node of its own, and holds experts 8 s to 8 s + 7
+        own = sum(int(done.counts_LSE[:, s, 8 * s : 8 * s + 8].sum()) for s in range(2))
+        assert done.far_share == (0.0 if nodes == 1 else pytest.approx(1 - own / done.counts_LSE.sum()))
+        assert done.remote_share == pytest.approx(1 - own / done.counts_LSE.sum())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
