@@ -97,7 +97,6 @@ def _command_port(options: ServeOptions, coordinator_port: int) -> int:
 
 def _join(processes: Processes | None, options: ServeOptions) -> Processes:
     import jax
-    from jax._src import distributed  # the only place that tells what was found
 
     if processes is not None:
         console.print(f"process {processes.index}: waiting for all {processes.count} at {options.coordinator}")
@@ -122,6 +121,8 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
         raise ValueError(f"--coordinator {options.coordinator}: jax finds no other processes here: {error}") from error
     if processes is not None:
         return processes
+    from jax._src import distributed  # the only place that tells what was found
+
     found = distributed.global_state
     assert found.coordinator_address is not None
     host, _, port = found.coordinator_address.rpartition(":")

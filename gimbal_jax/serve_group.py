@@ -87,7 +87,7 @@ class Group:
 
     def cost(self) -> str:
         """What commands took so far, in words."""
-        commands, followers = max(self._commands, 1), len(self.hosts) - 1
+        commands, followers = max(self._commands, 1), max(len(self.hosts) - 1, 1)
         size, took = self._channel.bytes_sent / commands / followers, self._seconds / commands
         return f"{self._commands:,} commands to each of {followers} processes: {size:,.0f} bytes, {took * 1e6:.0f} us"
 
