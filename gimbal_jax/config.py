@@ -192,7 +192,7 @@ class PlacementConfig:
     beta: float = 1.0
     gamma: float = 0.1
     far_distance: float = 9.0
-    """Distance of a rank on another node; one of another source on the same node has 1. The default is an H100's
+    """Distance of a rank on another node, in units of one of another source on the same node. The default is an H100's
     NVLink, 450 GB/s, over its share of the network, a 400 Gb/s card."""
     load_term: LoadTerm = "square"
     """How uneven rank loads count: by the mean square of their deviations, or by the fullest rank alone."""
