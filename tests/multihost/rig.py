@@ -57,27 +57,32 @@ def ports_of(folder: Path) -> tuple[int, int, int]:
 
 
 def serve_commands(
-    folder: Path, processes: int, devices: int, options: tuple[str, ...], model: Path = FOLDER
+    folder: Path, processes: int, devices: int, options: tuple[str, ...], *, slurm: bool = False
 ) -> list[list[str]]:
-    """A command for each process."""
-    usual = [str(GIMBAL), "serve", str(model), "--devices", f"cpu:{devices}", *LIMITS, *options]
+    """A command for each process; under ``slurm`` each finds by itself which one it is."""
+    usual = [str(GIMBAL), "serve", str(FOLDER), "--devices", f"cpu:{devices}", *LIMITS, *options]
     usual += ["--compile-cache", str(folder / "compiled")]
     if processes == 1:
         return [usual]
     _, coordinator, commands = ports_of(folder)
-    usual += ["--coordinator", f"127.0.0.1:{coordinator}", "--command-port", str(commands)]
-    usual += ["--processes", str(processes), "--secret-file", str(secret_file(folder))]
+    usual += ["--command-port", str(commands), "--secret-file", str(secret_file(folder))]
+    if slurm:
+        step = ["env", "SLURM_JOB_ID=1", "SLURM_STEP_NODELIST=127.0.0.1", f"SLURM_NTASKS={processes}"]
+        step.append(f"JAX_COORDINATOR_PORT={coordinator}")
+        places = [[f"SLURM_PROCID={process}", f"SLURM_LOCALID={process}"] for process in range(processes)]
+        return [[*step, *place, *usual, "--coordinator", "auto"] for place in places]
+    usual += ["--coordinator", f"127.0.0.1:{coordinator}", "--processes", str(processes)]
     return [[*usual, "--process", str(process)] for process in range(processes)]
 
 
 @contextlib.asynccontextmanager
 async def cluster(
-    folder: Path, processes: int, devices: int, dp: int, tp: int, *options: str
+    folder: Path, processes: int, devices: int, dp: int, tp: int, *options: str, slurm: bool = False
 ) -> AsyncIterator[Cluster]:
     """So many processes with so many devices each, serving. Options are for all of them. Killed at the end."""
     port, *_ = ports_of(folder)
     target, mesh = f"127.0.0.1:{port}", ("--dp", str(dp), "--tp", str(tp), "--port", str(port))
-    with started(serve_commands(folder, processes, devices, (*mesh, *options))) as running:
+    with started(serve_commands(folder, processes, devices, (*mesh, *options), slurm=slurm)) as running:
         await _serving(running, target)
         async with GimbalClient(target) as client:
             yield Cluster(running, client, target)

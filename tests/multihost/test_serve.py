@@ -125,9 +125,9 @@ def test_two_processes_of_two_devices(folder, expected):
     asyncio.run(lives())
 
 
-def test_four_processes_of_one_device(folder, expected):
+def test_four_processes_of_one_device_that_slurm_started(folder, expected):
     async def life():
-        async with cluster(folder, 4, 1, 2, 2) as served:
+        async with cluster(folder, 4, 1, 2, 2, slurm=True) as served:
             assert await served_through_migrations(served) == expected
             served.leader.popen.send_signal(signal.SIGTERM)
             assert await exit_codes(served.processes, END_S) == [0] * 4, printed(served.processes)
