@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,8 +218,11 @@ async def serve_checkpoint(
         if group is not None:
             group.when_lost(server.abandon)
 
+        warm = threading.Event()
+
         def prepare() -> None:
             warm_up(runner, server.check_warming)
+            warm.set()
             if start_LE is not None:
                 move_to(runner, start_LE, config)
             if server.state == "warming":  # not draining already
@@ -254,6 +258,8 @@ async def serve_checkpoint(
                 end_process(1)
             return 1
         if group is not None:
+            if not warm.is_set():
+                group.leave()
             group.send(Stop(), runner.layout)
         if options.save is not None:
             with console.status("writing the checkpoint"):

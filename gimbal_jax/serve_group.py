@@ -85,6 +85,11 @@ class Group:
     def explain(self, error: Exception) -> Exception:
         return PeerLost(self._reason) if self._is_lost.wait(EXPLAIN_S) else error
 
+    def leave(self) -> NoReturn:
+        """End before anything was served: the followers may wait in a computation that will not come."""
+        self._channel.close()
+        end_process(0)
+
     def cost(self) -> str:
         """What commands took so far, in words."""
         commands, followers = max(self._commands, 1), max(len(self.hosts) - 1, 1)
@@ -141,13 +146,21 @@ def follow(
     address = processes.coordinator[0], processes.command_port
     with _refusals():
         channel = FollowerChannel.connect(address, processes.index, _secret(options), tls, facts, about, GATHER_S)
-    channel.watch(_leader_lost)
+    ready = threading.Event()
+
+    def leader_left() -> None:
+        if not ready.is_set():
+            console.print("process 0 has ended before it served")
+            end_process(0)
+
+    channel.watch(_leader_lost, leader_left)
     failure = "it ended"
     try:
         _leave_signals_to_leader()
         _check_save(options)
         runner = load_runner(checkpoint, config, options, devices)
         warm_up(runner)
+        ready.set()
         gather_pages(runner)
         console.print(f"process {processes.index} follows")
         while not isinstance(command := decode(channel.receive(), runner.layout, processes.index), Stop):

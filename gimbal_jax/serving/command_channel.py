@@ -181,13 +181,11 @@ class FollowerChannel:
             time.sleep(RETRY_S)
         return cls(link)
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """From now on heartbeats go both ways.
-
-        ``on_lost`` is called once if the leader is gone or silent or says that it has failed, on a thread of the
-        channel, whatever this process is busy with; ``receive`` raises PeerLost as well.
-        """
-        self._link.watch(on_lost)
+    def watch(self, on_lost: Callable[[str], None], on_goodbye: Callable[[], None] = lambda: None) -> None:
+        """From now on heartbeats go both ways. ``on_lost`` is called once, on a thread of the channel, if the leader is
+        gone, silent, or says that it has failed, ``on_goodbye`` if it closes the channel; whoever is in ``receive``
+        gets PeerLost as well."""
+        self._link.watch(on_lost, on_goodbye)
 
     def receive(self) -> bytes:
         """The next command. PeerLost where none will come any more: the leader is lost, or has closed the channel."""

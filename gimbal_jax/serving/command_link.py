@@ -124,13 +124,15 @@ class Link:
         with self._reading:
             self._take_in()
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
+    def watch(self, on_lost: Callable[[str], None], on_goodbye: Callable[[], None] = lambda: None) -> None:
         """Send heartbeats and expect them from now on; a thread calls ``on_lost`` once if the other end is lost.
 
-        The thread takes in what comes while nobody is in ``receive``. A goodbye without a failure is no loss.
+        The thread takes in what comes while nobody is in ``receive``. A goodbye without a failure is no loss: then it
+        calls ``on_goodbye``.
         """
         self._heard = time.monotonic()
-        self._thread = threading.Thread(target=self._watch, args=(on_lost,), name="command-link", daemon=True)
+        callbacks = on_lost, on_goodbye
+        self._thread = threading.Thread(target=self._watch, args=callbacks, name="command-link", daemon=True)
         self._thread.start()
 
     def say_goodbye(self, failure: str = "") -> None:
@@ -158,7 +160,7 @@ class Link:
         with self._reading, self._sending:
             self._socket.close()
 
-    def _watch(self, on_lost: Callable[[str], None]) -> None:
+    def _watch(self, on_lost: Callable[[str], None], on_goodbye: Callable[[], None]) -> None:
         hang_up = select.poll()  # for no more than that: it would wake for every frame that ``receive`` waits for
         hang_up.register(self._socket, _HANG_UP)
         beat = time.monotonic()
@@ -176,8 +178,11 @@ class Link:
                 if time.monotonic() >= beat and not self._closing:
                     beat = time.monotonic() + BEAT_S
                     self._beat()
-        if self._over is not None and not self._orderly and not self._closing:
-            on_lost(self._over)
+        if self._over is not None and not self._closing:
+            if self._orderly:
+                on_goodbye()
+            else:
+                on_lost(self._over)
 
     def _beat(self) -> None:
         if self._sending.acquire(blocking=False):  # else something is being sent, which says as much

@@ -333,6 +333,29 @@ def test_a_goodbye_with_a_failure_is_a_loss(ends, waits):
         follower.receive()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_goodbye_is_told_to_who_is_busy_too(ends, waits):
+    leader, follower = ends
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    follower.watch(told.put, lambda: told.put("goodbye"))
+    if waits:
+        waiting(follower)
+    leader.say_goodbye()
+    assert told.get(timeout=2) == "goodbye"
+    time.sleep(0.1)
+    assert told.empty()
+
+
+def test_who_says_goodbye_is_not_told_of_it(ends):
+    leader, follower = ends
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    follower.watch(told.put, lambda: told.put("goodbye"))
+    follower.say_goodbye()
+    follower.close()
+    leader.close()
+    assert told.empty()
+
+
 def test_closing_wakes_who_waits(ends):
     _, follower = ends
     found = waiting(follower)
