@@ -1,7 +1,9 @@
 """One server in several processes: the same tokens as in one, through migrations, drain, loss and restart."""
 
 import asyncio
+import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -125,9 +127,20 @@ def test_two_processes_of_two_devices(folder, expected):
     asyncio.run(lives())
 
 
+def command_tls(folder) -> tuple[str, ...]:
+    """Options for a certificate as docs/multihost.md makes it; none without openssl."""
+    if shutil.which("openssl") is None:
+        return ()
+    key, cert = folder / "command.key", folder / "command.crt"
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "3650")
+    words = ("openssl", "req", "-x509", *new_key, "-subj", "/CN=gimbal", "-keyout", str(key), "-out", str(cert))
+    subprocess.run(words, check=True, capture_output=True)
+    return "--command-cert", str(cert), "--command-key", str(key)
+
+
 def test_four_processes_of_one_device_that_slurm_started(folder, expected):
     async def life():
-        async with cluster(folder, 4, 1, 2, 2, slurm=True) as served:
+        async with cluster(folder, 4, 1, 2, 2, *command_tls(folder), slurm=True) as served:
             assert await served_through_migrations(served) == expected
             served.leader.popen.send_signal(signal.SIGTERM)
             assert await exit_codes(served.processes, END_S) == [0] * 4, printed(served.processes)
