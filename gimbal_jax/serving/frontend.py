@@ -64,6 +64,10 @@ class Core(Protocol):
     def state(self) -> State: ...
 
     @property
+    def error(self) -> str:
+        """Why it failed; empty unless it did."""
+
+    @property
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
 

@@ -165,7 +165,7 @@ async def _follow_core(
     while core.state not in ("failed", "stopped"):
         await _set_health(servicer, ready())
         await asyncio.sleep(STATE_PERIOD_S)
-    frontend.end_all(f"the engine has {core.state}")
+    frontend.end_all(core.error or f"the engine has {core.state}")
 
 
 async def _set_health(servicer: health.aio.HealthServicer, serving: bool) -> None:

@@ -98,6 +98,7 @@ class FakeCore:
 
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
+        self.error = ""
         self.traces: tuple[Trace, ...] = ()
         self.distance_BS: np.ndarray | None = None
         self.central_queue = 0
