@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.config import MAX_LOGPROBS, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import Bucket, group_sizes, step_shape
 from gimbal_jax.model.memory import device_bytes, migration_bytes
 from gimbal_jax.model.prompt_logprobs import prompt_block
@@ -89,13 +89,14 @@ def migration_findings(program: Program, model: ModelConfig, config: ServerConfi
 
 
 def mesh_groups(mesh: MeshConfig) -> dict[str, Groups]:
-    """Devices that talk to each other: ``all`` of them, or those of each engine (``tp``)."""
+    """Devices that talk to each other: ``all`` of them, those of each engine (``tp``), or one of each (``dp``)."""
     ids = np.arange(mesh.ranks)
 
-    def rows(width: int) -> Groups:
-        return tuple(tuple(int(n) for n in row) for row in ids.reshape(-1, width))
+    def rows(grid: np.ndarray) -> Groups:
+        return tuple(tuple(int(n) for n in row) for row in grid)
 
-    return {"all": rows(mesh.ranks), "tp": rows(mesh.tp)}
+    of_engines = ids.reshape(mesh.dp, mesh.tp)
+    return {"all": rows(ids[None]), "tp": rows(of_engines), "dp": rows(of_engines.T)}
 
 
 def step_kernels(model: ModelConfig, bucket: Bucket) -> Counter[str]:
@@ -111,7 +112,8 @@ def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Cen
     Within an engine, if it has several devices: the sum of the embedding's shards, of the attention output of each
     layer and of its dense feed-forward if it has one; the MoE outputs, which each device has for its own tokens; the
     logits, and where there are tiles those of a block of prompt tokens. Over all ranks, in each MoE layer: tokens and
-    where they go, and results (see ``model.moe``).
+    where they go, and results (see ``model.moe``). Over several nodes, what the leading host reads of all engines:
+    tokens and log probabilities, of which those of prompts are first gathered within an engine.
     """
     mesh, groups = config.mesh, mesh_groups(config.mesh)
     shape = step_shape(config.engine, bucket)
@@ -140,6 +142,14 @@ def step_census(model: ModelConfig, config: ServerConfig, bucket: Bucket) -> Cen
         add(moe, "ragged-all-to-all", "bf16", ranks * own * hidden, "all")
         add(moe, "ragged-all-to-all", "s32", ranks * own * 2 * k, "all")
         add(moe, "ragged-all-to-all", "bf16", own * min(k, ranks) * hidden, "all")
+    if mesh.nodes > 1:
+        places = bucket[1] * config.engine.tile
+        add(1, "all-gather", "s32", mesh.dp * chosen, "dp")
+        for of_each, over, within in ((chosen, mesh.dp, "dp"), (places, 1, "tp"), (places, mesh.dp, "dp")):
+            if of_each:
+                add(1, "all-gather", "f32", over * of_each, within)
+                add(1, "all-gather", "f32", over * of_each * MAX_LOGPROBS, within)
+                add(1, "all-gather", "s32", over * of_each * MAX_LOGPROBS, within)
     return wanted
 
 

@@ -91,7 +91,9 @@ def compile_step(
     by_engine = NamedSharding(mesh, PartitionSpec("dp"))
     packed_SX = jax.ShapeDtypeStruct((config.mesh.dp, shape.packed), jnp.int32, sharding=by_engine)
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
-    run = jax.jit(partial(step, graph, layout, shape), donate_argnums=1)
+    # Over several nodes the host that leads has not all devices, so what it reads is left on each of them.
+    for_host = NamedSharding(mesh, PartitionSpec()) if config.mesh.nodes > 1 else None
+    run = jax.jit(partial(step, graph, layout, shape), donate_argnums=1, out_shardings=(for_host, None))
     program = _compile(run, (*arguments, packed_SX, _shapes(unasked, on_mesh)), donated=1, devices=devices)
     more_state = _device_bytes(all_arguments[1]) - _device_bytes(arguments[1])
     return replace(

@@ -24,9 +24,10 @@ def test_bucket_kinds_are_the_largest():
 
 
 def test_groups_follow_rank_order():
-    assert mesh_groups(MeshConfig(2, 2)) == {"all": ALL, "tp": PAIRS}
-    assert mesh_groups(MeshConfig(1, 4)) == {"all": ALL, "tp": ALL}
-    assert mesh_groups(MeshConfig(4, 1)) == {"all": ALL, "tp": ((0,), (1,), (2,), (3,))}
+    alone = ((0,), (1,), (2,), (3,))
+    assert mesh_groups(MeshConfig(2, 2)) == {"all": ALL, "tp": PAIRS, "dp": ((0, 2), (1, 3))}
+    assert mesh_groups(MeshConfig(1, 4)) == {"all": ALL, "tp": ALL, "dp": alone}
+    assert mesh_groups(MeshConfig(4, 1)) == {"all": ALL, "tp": alone, "dp": ALL}
 
 
 def test_decode_at_2_x_2_by_hand():
@@ -46,6 +47,19 @@ def test_decode_at_2_x_2_by_hand():
         ("ragged-all-to-all", "s32", 256 * 16, ALL): 2,
     }
     assert step_census(MODEL, config(2, 2, "sparse"), (128, 0)) == sparse
+
+
+def test_over_nodes_the_leading_host_gets_tokens_and_log_probabilities_of_all_engines():
+    one = config(2, 2)
+    two = replace(one, mesh=replace(one.mesh, nodes=2))
+    between = ((0, 2), (1, 3))
+    decode = {("all-gather", "s32", 256, between): 1, ("all-gather", "f32", 256, between): 1}
+    decode |= {("all-gather", kind, 256 * 20, between): 1 for kind in ("s32", "f32")}  # the likeliest 20
+    assert step_census(MODEL, two, (128, 0)) - step_census(MODEL, one, (128, 0)) == decode
+    prompts = {("all-gather", "f32", 8192, PAIRS): 1, ("all-gather", "f32", 16384, between): 1}
+    for kind in ("s32", "f32"):
+        prompts |= {("all-gather", kind, 8192 * 20, PAIRS): 1, ("all-gather", kind, 16384 * 20, between): 1}
+    assert step_census(MODEL, two, (128, 128)) - step_census(MODEL, one, (128, 128)) == decode | prompts
 
 
 def test_engines_of_one_device_only_exchange():
