@@ -332,6 +332,34 @@ def test_stop_ends_what_is_left(ahead):
         assert server.status().free_pages_S == FREE
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_is_abandoned_has_failed_for_that_reason_and_is_not_waited_for(fails):
+    with new_server() as (server, runner, _):
+        results = runner.results
+        stepping, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+        def held():
+            stepping.set()
+            assert go_on.wait(20)
+            if fails:
+                raise RuntimeError("connection closed by peer")
+            return results()
+
+        runner.results = held
+        server.start(on_end=over.set)
+        wait_for(lambda: server.state == "serving")
+        server.submit(request("running", max_tokens=50))
+        assert stepping.wait(20)
+        server.abandon("process 1 is gone")
+        server.stop()  # although the step hangs
+        with pytest.raises(NotServing, match="failed"):
+            server.submit(request("late"))
+        go_on.set()
+        assert over.wait(20)
+        assert (server.state, server.error) == ("failed", "process 1 is gone")
+
+
 def test_status_while_warming_up():
     with new_server() as (server, _, _):
         warming, go_on = threading.Event(), threading.Event()
