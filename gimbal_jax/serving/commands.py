@@ -1,7 +1,8 @@
 """What the process that leads tells the others to do, in order, and its bytes.
 
 Every process has the same programs. A step's bytes are those of the engines whose devices the receiver holds: the
-packed inputs of these engines, and of the rare ones only what somebody asks for.
+packed inputs of these engines, with page tables as wide as the longest sequence needs, and of the rare ones only what
+somebody asks for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, unused
+from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, unpack, unused
 from gimbal_jax.scheduler.migration import Round
 
 
@@ -74,8 +75,8 @@ class Followers(Protocol):
 
 
 _STEP, _TAKE_COUNTS, _MIGRATE, _STOP = range(4)
-_HEAD = struct.Struct("<BIII")
-"""Kind, and three numbers: rows, tiles and a bit for each rare array; layer and moves."""
+_HEAD = struct.Struct("<BIIII")
+"""Kind, and four numbers: rows, tiles, columns of the page tables and a bit for each rare array; layer and moves."""
 _RARE = tuple(RareInputs.__dataclass_fields__)
 
 
@@ -99,16 +100,20 @@ def encode(command: Command, layout: Layout, process: int) -> bytes:
                 if (array := getattr(rare, name)) is not getattr(layout.blank, name)
             }
             parts = [array[engines] if array.ndim else array for array in asked.values()]
-            head = _HEAD.pack(_STEP, *bucket, sum(1 << bit for bit in asked))
-            return b"".join([head, packed_SX[engines].tobytes(), *(part.tobytes() for part in parts)])
+            usual_SX, table_SCM = _usual_and_table(packed_SX[engines], layout.shape_of(bucket))
+            used = np.flatnonzero(table_SCM.any(axis=(0, 1)))
+            columns = int(used[-1]) + 1 if len(used) else 0
+            head = _HEAD.pack(_STEP, *bucket, columns, sum(1 << bit for bit in asked))
+            arrays = usual_SX, table_SCM[..., :columns], *parts
+            return b"".join([head, *(array.tobytes() for array in arrays)])
         case TakeCounts():
-            return _HEAD.pack(_TAKE_COUNTS, 0, 0, 0)
+            return _HEAD.pack(_TAKE_COUNTS, 0, 0, 0, 0)
         case Migrate(layer, moves):
-            arrays = moves.src_slot, moves.dst_slot, moves.slot_of_expert_E
-            head = _HEAD.pack(_MIGRATE, layer, len(moves.src_slot), 0)
-            return head + b"".join(array.astype("<i4").tobytes() for array in arrays)
+            slots = moves.src_slot, moves.dst_slot, moves.slot_of_expert_E
+            head = _HEAD.pack(_MIGRATE, layer, len(moves.src_slot), 0, 0)
+            return head + b"".join(array.astype("<i4").tobytes() for array in slots)
         case Stop():
-            return _HEAD.pack(_STOP, 0, 0, 0)
+            return _HEAD.pack(_STOP, 0, 0, 0, 0)
 
 
 def decode(data: bytes, layout: Layout, process: int) -> Command:
@@ -116,30 +121,41 @@ def decode(data: bytes, layout: Layout, process: int) -> Command:
     kind, *numbers = _HEAD.unpack_from(data)
     rest = memoryview(data)[_HEAD.size :]
     if kind == _STEP:
-        return _decode_step(rest, (numbers[0], numbers[1]), numbers[2], layout, process)
+        rows, tiles, columns, asked = numbers
+        return _decode_step(rest, (rows, tiles), columns, asked, layout, process)
     if kind == _TAKE_COUNTS:
         return TakeCounts()
     if kind == _MIGRATE:
-        layer, count, _ = numbers
+        layer, count, *_ = numbers
         values = np.frombuffer(rest, "<i4")
         return Migrate(layer, Round(values[:count], values[count : 2 * count], values[2 * count :]))
     return Stop()
 
 
-def _decode_step(rest: memoryview, bucket: Bucket, asked: int, layout: Layout, process: int) -> Step:
+def _decode_step(rest: memoryview, bucket: Bucket, columns: int, asked: int, layout: Layout, process: int) -> Step:
     blank, shape, engines = layout.blank, layout.shape_of(bucket), layout.engines_of_process[process]
     sources = len(blank.prompt_tokens_SR)
     packed_SX = unused(sources, shape)
-    own = packed_SX[engines]
-    own[...] = np.frombuffer(rest, np.int32, own.size).reshape(own.shape)
-    at = own.nbytes
+    usual_SX, table_SCM = _usual_and_table(packed_SX[engines], shape)
+    at = 0
+
+    def take(into: np.ndarray) -> None:
+        nonlocal at
+        into[...] = np.frombuffer(rest[at:], into.dtype, into.size).reshape(into.shape)
+        at += into.nbytes
+
+    take(usual_SX)
+    take(table_SCM[..., :columns])
     arrays: dict[str, np.ndarray] = {}
     for bit, name in enumerate(_RARE):
         if asked >> bit & 1:
             like = getattr(blank, name)
-            array = np.zeros(like.shape, like.dtype)
-            part = array[engines] if array.ndim else array
-            part[...] = np.frombuffer(rest[at:], like.dtype, part.size).reshape(part.shape)
-            arrays[name] = array
-            at += part.nbytes
+            arrays[name] = array = np.zeros(like.shape, like.dtype)
+            take(array[engines] if array.ndim else array)
     return Step(bucket, packed_SX, replace(blank, **arrays))
+
+
+def _usual_and_table(packed_SX: np.ndarray, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
+    """Views of packed inputs: all that is before the page tables, which come last, and these."""
+    table_SCM = unpack(packed_SX, shape).page_table_SCM
+    return packed_SX[:, : packed_SX.shape[1] - table_SCM[0].size], table_SCM

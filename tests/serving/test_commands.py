@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig
-from gimbal_jax.model.inputs import RareInputs, step_shape, unused
+from gimbal_jax.model.inputs import RareInputs, step_shape, unpack, unused
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.batch import blank
 from gimbal_jax.serving.commands import Layout, Migrate, Step, Stop, TakeCounts, decode, encode
@@ -68,9 +68,18 @@ def test_a_process_gets_no_bytes_of_engines_that_it_does_not_hold():
     assert sizes[0] < per_engine + 32
 
 
-def test_a_usual_step_is_its_packed_inputs_and_a_few_bytes():
-    step = any_step((1, 0), set(), seed=0)
-    assert len(encode(step, LAYOUT, 0)) <= step.packed_SX[0].nbytes + 16
+def test_page_tables_are_as_wide_as_the_longest_sequence_of_the_process_needs():
+    step = any_step((4, 4), set(), seed=0)
+    table_SCM = unpack(step.packed_SX, LAYOUT.shape_of((4, 4))).page_table_SCM
+    sizes = {}
+    for columns in (0, 1, 3):
+        table_SCM[:] = 0
+        table_SCM[0, 2, columns - 1] = 7 * (columns > 0)
+        table_SCM[1:] = 5  # of other processes
+        sizes[columns] = len(encode(step, LAYOUT, 0))
+        np.testing.assert_array_equal(decode(encode(step, LAYOUT, 0), LAYOUT, 0).packed_SX[0], step.packed_SX[0])
+    assert np.diff(list(sizes.values())).tolist() == [4 * table_SCM.shape[1], 8 * table_SCM.shape[1]]
+    assert sizes[0] <= step.packed_SX[0].nbytes - 4 * table_SCM[0].size + 20
 
 
 @given(st.integers(0, 93), st.lists(st.integers(0, 127), max_size=9), st.permutations(range(16)))
