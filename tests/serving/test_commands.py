@@ -77,7 +77,9 @@ def test_page_tables_are_as_wide_as_the_longest_sequence_of_the_process_needs():
         table_SCM[0, 2, columns - 1] = 7 * (columns > 0)
         table_SCM[1:] = 5  # of other processes
         sizes[columns] = len(encode(step, LAYOUT, 0))
-        np.testing.assert_array_equal(decode(encode(step, LAYOUT, 0), LAYOUT, 0).packed_SX[0], step.packed_SX[0])
+        got = decode(encode(step, LAYOUT, 0), LAYOUT, 0)
+        assert isinstance(got, Step)
+        np.testing.assert_array_equal(got.packed_SX[0], step.packed_SX[0])
     assert np.diff(list(sizes.values())).tolist() == [4 * table_SCM.shape[1], 8 * table_SCM.shape[1]]
     assert sizes[0] <= step.packed_SX[0].nbytes - 4 * table_SCM[0].size + 20
 
