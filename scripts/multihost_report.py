@@ -31,8 +31,8 @@ import typer
 from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.client_records import ClientError, Unavailable
-from gimbal_jax.serving.server_process import free_port
+from gimbal_jax.serving.client_records import ClientError
+from gimbal_jax.serving.server_process import free_port, until_serving
 
 OUT = Path("out/multihost")
 SHAPES = ((1, 4), (2, 2), (4, 1))
@@ -91,20 +91,8 @@ async def served(model: Path, processes: int, devices: int, *options: str) -> As
             stack.callback(process.kill)
             running.append(process)
         target = f"127.0.0.1:{port}"
-        await _serving(running, target)
+        await until_serving(target, running, START_S)
         yield Group(running, logs, target)
-
-
-async def _serving(running: Sequence[subprocess.Popen[bytes]], target: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        if time.monotonic() > deadline or any(process.poll() is not None for process in running):
-            raise ChildProcessError(f"no server came up: see {OUT}")
-        with contextlib.suppress(Unavailable):
-            async with GimbalClient(target) as client:
-                if await client.is_serving():
-                    return
-        await asyncio.sleep(0.1)
 
 
 async def exit_codes(group: Group) -> list[int | None]:

@@ -43,7 +43,10 @@ async def running_server(
         command = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), "--port", str(port), *options]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        await _serving(target, process, log, start_timeout_s)
+        try:
+            await until_serving(target, [process], start_timeout_s)
+        except ChildProcessError as error:
+            raise ChildProcessError(f"{error}:\n{_end_of(log)}") from None
         yield RunningServer(target, process.pid)
         process.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
@@ -54,12 +57,16 @@ async def running_server(
         process.wait()
 
 
-async def _serving(target: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
-    """Returns when the server serves; a new connection each time, since a refused one waits before it retries."""
+async def until_serving(target: str, processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Returns when the server of these processes serves. Raises ChildProcessError if one ends, or the time is over.
+
+    A new connection each time, since a refused one waits before it retries.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise ChildProcessError(f"the server does not serve (exit code {process.poll()}):\n{_end_of(log)}")
+        codes = [process.poll() for process in processes]
+        if any(code is not None for code in codes) or time.monotonic() > deadline:
+            raise ChildProcessError(f"the server does not serve (exit code {', '.join(map(str, codes))})")
         with contextlib.suppress(Unavailable):
             async with GimbalClient(target) as client:
                 if await client.is_serving():

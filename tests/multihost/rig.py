@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.client_records import ClientError, Unavailable
-from gimbal_jax.serving.server_process import free_port
+from gimbal_jax.serving.client_records import ClientError
+from gimbal_jax.serving.server_process import free_port, until_serving
 from tests.multihost.processes import Process, started
 
 ROOT = Path(__file__).parents[2]
@@ -83,22 +83,12 @@ async def cluster(
     port, *_ = ports_of(folder)
     target, mesh = f"127.0.0.1:{port}", ("--dp", str(dp), "--tp", str(tp), "--port", str(port))
     with started(serve_commands(folder, processes, devices, (*mesh, *options), slurm=slurm)) as running:
-        await _serving(running, target)
+        try:
+            await until_serving(target, [process.popen for process in running], START_S)
+        except ChildProcessError as error:
+            raise AssertionError(f"{error}\n{printed(running)}") from None
         async with GimbalClient(target) as client:
             yield Cluster(running, client, target)
-
-
-async def _serving(running: list[Process], target: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        assert time.monotonic() < deadline and all(process.popen.poll() is None for process in running), printed(
-            running
-        )
-        with contextlib.suppress(Unavailable):
-            async with GimbalClient(target) as client:
-                if await client.is_serving():
-                    return
-        await asyncio.sleep(0.2)
 
 
 def printed(running: list[Process]) -> str:
