@@ -167,6 +167,22 @@ def test_one_decision_at_a_time_and_traffic_goes_on_counting():
 # -- migration ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_new_placement_is_told_once_all_its_experts_have_moved(complete):
+    told: list[np.ndarray] = []
+    config = replace(CONFIG, placement=replace(CONFIG.placement, policy="eplb"))
+    runner = FakeRunner(MODEL, config)
+    rebalancer = Rebalancer(MODEL, config, runner, AtOnce(), on_placement=told.append)
+    steps(rebalancer, runner, config.placement.window_steps)
+    assert told == []
+    if not complete:
+        runner.migrations_left = 0
+    ticks(rebalancer, 20)
+    assert len(told) == int(complete)
+    if complete:
+        np.testing.assert_array_equal(told[0], runner.slot_of_expert_LE)
+
+
 @pytest.mark.parametrize("policy", ["gimbal", "eplb"])
 def test_applied_decision(policy):
     rebalancer, runner = loop(policy=policy)
