@@ -158,9 +158,24 @@ class GimbalClient:
         finally:
             call.cancel()
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Chunk]:
-        """Like ``generate``, for a conversation in OpenAI's form, through the model's chat template."""
-        prompt = (await self.tokenizer()).render_chat(messages)
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[Chunk]:
+        """Like ``generate``, for a conversation in OpenAI's form, rendered here with the model's chat template.
+
+        ``tools`` are in OpenAI's form. ``template_variables`` go to the template, such as {"enable_thinking": False}.
+        Raises ValueError if there are no messages, no template, or the template rejects the messages.
+        """
+        if not messages:
+            raise ValueError("messages must hold at least one message")
+        # Templates ask whether there are tools. An empty list would count as some.
+        variables = {**(template_variables or {}), "tools": tools or None}
+        prompt = (await self.tokenizer()).render_chat(messages, **variables)
         async with contextlib.aclosing(self.generate(prompt, **options)) as chunks:
             async for chunk in chunks:
                 yield chunk
