@@ -39,14 +39,14 @@ from gimbal_jax.serving.client_records import (
     Traces,
     record_of,
 )
-from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc, text_pb2_grpc
+from gimbal_jax.serving.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.serving.request import PRIORITY_KEY
 from gimbal_jax.serving.status import PhaseTimes, PlacementRecord
 from gimbal_jax.serving.tokenizer import FILES, Tokenizer
 
 
 class GimbalClient:
-    """One connection. ``engine``, ``control`` and ``text`` are the raw stubs, for calls that have no method here.
+    """One connection. ``engine`` and ``control`` are the raw stubs, for calls that have no method here.
 
     ``api_key`` goes with every call. With ``tls_ca``, the PEM of the authority that signed the server's certificate,
     the connection is TLS; ``tls_cert`` and ``tls_key`` are the client's own, for mutual TLS.
@@ -65,7 +65,6 @@ class GimbalClient:
         self._channel = open_channel(target, api_key, tls_ca, tls_cert, tls_key)
         self.engine = pb_grpc.VllmEngineStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
-        self.text = text_pb2_grpc.TextStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tokenizer: Tokenizer | None = None
 
