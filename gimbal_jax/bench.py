@@ -20,8 +20,9 @@ from gimbal_jax.serving.bench_report import last_profiles, latency_table, profil
 from gimbal_jax.serving.bench_rounds import Rate, Round, Surface, grpc_surface, http_surface, measure
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError
+from gimbal_jax.serving.ports import free_port
 from gimbal_jax.serving.replay import SendFailed
-from gimbal_jax.serving.server_process import free_port, peak_rss_bytes, running_server
+from gimbal_jax.serving.server_process import peak_rss_bytes, running_server
 from gimbal_jax.terminal import console, progress_bar
 
 

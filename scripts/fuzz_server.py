@@ -33,7 +33,8 @@ from rich.table import Table
 
 from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.server_process import free_port, running_server
+from gimbal_jax.serving.ports import free_port
+from gimbal_jax.serving.server_process import running_server
 from scripts.checked_streams import TIE, Call, Sample, make_calls, one, quiet_answers, sample, settled
 from scripts.fuzz_requests import HOSTILE, RARE, TIMEOUT_S, Answer, Send, Target
 

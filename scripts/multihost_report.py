@@ -32,7 +32,8 @@ from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError
-from gimbal_jax.serving.server_process import free_port, until_serving
+from gimbal_jax.serving.ports import free_port
+from gimbal_jax.serving.server_process import until_serving
 
 OUT = Path("out/multihost")
 SHAPES = ((1, 4), (2, 2), (4, 1))

@@ -23,7 +23,8 @@ from rich.console import Console
 
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt, write_demo_model
 from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.server_process import free_port, running_server
+from gimbal_jax.serving.ports import free_port
+from gimbal_jax.serving.server_process import running_server
 from gimbal_jax.serving.tokenizer import load_tokenizer
 from gimbal_jax.top import data_address, fetch
 from gimbal_jax.top_screen import frame

@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "devices": ({"config", "model", "terminal"}, {"jax"}),
     "serve_options": ({"config", "devices"}, {"typer"}),
     "serve_config": ({"serve_options", "terminal"}, {"typer"}),
-    "processes": ({"config", "serve_options", "terminal"}, {"jax"}),
+    "processes": ({"config", "serve_options", "serving", "terminal"}, {"jax"}),
     "serve_runner": (
         {"config", "model", "pallas_kernels", "serving", "devices", "host_memory", "serve_options", "terminal"},
         {"jax"},

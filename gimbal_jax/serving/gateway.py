@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import ssl
 import sys
 import urllib.error
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gimbal_jax.serving.gateway_config import STOP_S, GatewayConfig, gateway_arguments
+from gimbal_jax.serving.ports import free_port
 
 CHILD = "gimbal_jax.serving.gateway_child"
 NO_MCP = ("MCP_HTTP_PROXY=http://127.0.0.1:1", "MCP_HTTPS_PROXY=http://127.0.0.1:1", "MCP_NO_PROXY=")
@@ -115,7 +115,7 @@ class Gateway:
         self.pid = child.pid
         probe = asyncio.create_task(self._follow_health(child))
         try:
-            arguments = gateway_arguments(self.config, grpc_port, _free_port(), secrets.token_hex(32))
+            arguments = gateway_arguments(self.config, grpc_port, free_port(), secrets.token_hex(32))
             child.stdin.write(json.dumps(arguments).encode() + b"\n")
             async for line in _lines(child.stdout):
                 if (said := log_line(line)) is not None:
@@ -183,9 +183,3 @@ async def _stop(child: asyncio.subprocess.Process) -> None:
 
 def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 import stat
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import grpc
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.serving.api_keys import load_keys
+from gimbal_jax.serving.ports import address_of, check_free
 from gimbal_jax.serving.tls import server_credentials
 
 KEEPALIVE_TIME_S = 30.0
@@ -56,7 +56,7 @@ def local_options(network: NetworkConfig) -> list[tuple[str, int]]:
 def listen(server: grpc.aio.Server, network: NetworkConfig) -> int:
     """Open the port, and return it. Raises ValueError where certificates are no good, OSError where it is taken."""
     credentials = server_credentials(network)
-    address = _address(network.host, network.port)
+    address = address_of(network.host, network.port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -71,17 +71,6 @@ def check_network(network: NetworkConfig) -> None:
         load_keys(network.api_keys)
     server_credentials(network)
     check_free(network.host, network.port)
-
-
-def check_free(host: str, port: int) -> None:
-    """Raises OSError where another has the port, or the host is not of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # Connections of an earlier server that are still closing do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
 
 
 def warnings(network: NetworkConfig) -> Iterator[str]:
@@ -102,7 +91,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

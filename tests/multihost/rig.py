@@ -15,7 +15,8 @@ import numpy as np
 
 from gimbal_jax.serving.client import GimbalClient
 from gimbal_jax.serving.client_records import ClientError
-from gimbal_jax.serving.server_process import free_port, until_serving
+from gimbal_jax.serving.ports import free_port
+from gimbal_jax.serving.server_process import until_serving
 from tests.multihost.processes import Process, started
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ import pytest
 from gimbal_jax.serving import gateway
 from gimbal_jax.serving.gateway import Gateway, is_own_peer, log_line
 from gimbal_jax.serving.gateway_config import GatewayConfig
+from gimbal_jax.serving.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,7 @@ def test_one_that_hangs_is_killed_and_started_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(gateway, "CHILD", "tests.serving.hanging_gateway")
     monkeypatch.setattr(gateway, "HUNG_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     said: list[str] = []
     again = asyncio.Event()
 
