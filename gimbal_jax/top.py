@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from gimbal_jax.serving.gateway import printable
 from gimbal_jax.terminal import fail
 from gimbal_jax.top_screen import frame
 
@@ -83,7 +84,7 @@ def _printable_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
-        return "".join(char if char.isprintable() else "�" for char in value)
+        return printable(value)
     if isinstance(value, list) and value and isinstance(value[0], str):
         return [_printable(item) for item in value]
     return value

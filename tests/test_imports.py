@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "bench_cli": ({"bench", "serving", "terminal", "version"}, {"typer"}),
     "bench": ({"serving", "terminal"}, {"rich"}),
-    "top": ({"terminal", "top_screen"}, {"rich", "typer"}),
+    "top": ({"serving", "terminal", "top_screen"}, {"rich", "typer"}),
     "top_screen": (set(), {"numpy", "rich"}),
     "simulation": ({"config", "scheduler", "serving", "model", "terminal"}, ANY),
     "simulate_cli": ({"config", "scheduler", "simulation", "terminal"}, ANY),

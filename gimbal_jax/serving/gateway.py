@@ -48,16 +48,16 @@ def log_line(line: str) -> str | None:
         record: dict[str, Any] = json.loads(line)
         level, message, target = record["level"], record["message"], record["target"]
     except (ValueError, KeyError, TypeError):
-        return _printable(f"gateway: {line}") if line else None
+        return printable(f"gateway: {line}") if line else None
     if level not in ("WARN", "ERROR") or target in UNSAID or record.get("will_retry"):
         return None
     details = {"timestamp", "level", "message", "target", "filename", "line_number", "span", "spans"}
     rest = "".join(f" {name}={value}" for name, value in record.items() if name not in details)
-    return _printable(f"gateway: {level.lower()}: {message}{rest}")
+    return printable(f"gateway: {level.lower()}: {message}{rest}")
 
 
-def _printable(text: str) -> str:
-    """What clients sent may be quoted in it, and must not look like lines of our own."""
+def printable(text: str) -> str:
+    """Replace control characters by "?": text of clients must not look like our own lines or steer a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
