@@ -24,13 +24,13 @@ from gimbal_jax.serving.calls import Context, answering, input_logprobs, output_
 from gimbal_jax.serving.choices import Piece, run_choices
 from gimbal_jax.serving.frontend import Frontend, NotServing
 from gimbal_jax.serving.generation import (
-    Constraints,
     Generation,
     Limits,
     is_slow,
     max_prompt_tokens,
     parse_generate,
 )
+from gimbal_jax.serving.grammar import Constraints
 from gimbal_jax.serving.kv_events import KvEvents
 from gimbal_jax.serving.model_files import ModelFiles
 from gimbal_jax.serving.request import TokenLogprobs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import EngineConfig, ModelConfig, ServerConfig
 from gimbal_jax.serving.engine import max_sequence_tokens
+from gimbal_jax.serving.grammar import Constraints
 from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import Grammar, SamplingParams
 from gimbal_jax.serving.tokenizer import Tokenizer
@@ -32,13 +32,6 @@ _UNSUPPORTED = (  # of a GenerateRequest
     "kv_transfer_params",
     "kv_transfer_params_json",
 )
-
-
-class Constraints(Protocol):
-    """Compiles what an output must look like (``grammar.Constraints``)."""
-
-    def compile(self, params: pb.SamplingParams) -> Callable[[], Grammar] | None:
-        """Gives a fresh Grammar for each sequence, None without a constraint. Raises InvalidField or Unsupported."""
 
 
 @dataclass(frozen=True)

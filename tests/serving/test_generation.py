@@ -22,6 +22,7 @@ from gimbal_jax.serving.generation import (
     max_prompt_tokens,
     parse_generate,
 )
+from gimbal_jax.serving.grammar import Constraints
 from gimbal_jax.serving.prefix import page_hashes
 from gimbal_jax.serving.request import SamplingParams
 from gimbal_jax.serving.tokenizer import load_tokenizer
@@ -43,8 +44,11 @@ class Tokens:
         return [ord(char) for char in text]
 
 
-class Compiler:
+class Compiler(Constraints):
     """Constraints that know one schema."""
+
+    def __init__(self):
+        pass
 
     def compile(self, params):
         if params.json_schema != "{}":
