@@ -140,11 +140,11 @@ def test_imports_go_one_way(path: Path):
         ("gimbal_jax.scheduler.queue", "import jax.numpy as jnp", ["jax.numpy"]),
         ("gimbal_jax.scheduler.queue", "def f():\n    from gimbal_jax.model import moe", ["gimbal_jax.model.moe"]),
         ("gimbal_jax.scheduler.queue", "import numpy, math\nfrom gimbal_jax import config\nfrom . import trace", []),
-        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine"]),
+        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine.engine"]),
         ("gimbal_jax.model.moe", "from gimbal_jax.scheduler import traffic", ["gimbal_jax.scheduler.traffic"]),
         ("gimbal_jax.scheduler.queue", "import scipy", ["scipy"]),
         ("gimbal_jax.config", "import numpy", ["numpy"]),
-        ("gimbal_jax.serving.server", "import gimbal_jax.cli", ["gimbal_jax.cli"]),
+        ("gimbal_jax.serving.core.core", "import gimbal_jax.cli.main", ["gimbal_jax.cli.main"]),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, source: str, found: list[str]):
@@ -161,7 +161,7 @@ def test_what_needs_no_device_does_not_load_jax(part: str):
 
 def test_scipy_is_loaded_by_the_exact_solver_only():
     modules = [module_of(path) for path in sources(PACKAGE / "scheduler") if path.stem not in ("__init__", "exact")]
-    program = f"import sys, gimbal_jax.place, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
+    program = f"import sys, gimbal_jax.planning.placements, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 

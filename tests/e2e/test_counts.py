@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gimbal_jax.serving.plan import ON_DEVICE
-from gimbal_jax.serving.replay import read_trace
-from gimbal_jax.serving.request import Request
+from gimbal_jax.bench.replay import read_trace
+from gimbal_jax.serving.engine.plan import ON_DEVICE
+from gimbal_jax.serving.engine.request import Request
 from tests.e2e.naive_model import routes
 from tests.e2e.rig import (
     CONFIG,
