@@ -5,7 +5,7 @@
 BIN := .venv/bin
 # For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
 CUDA_PYTHON := JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=2 .venv-cuda/bin/python
-SOURCES := gimbal_jax scripts tests
+SOURCES := gimbal_jax benchmarks examples research scripts tests
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12

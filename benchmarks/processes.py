@@ -73,7 +73,7 @@ class Group:
 async def served(model: Path, processes: int, devices: int, *options: str) -> AsyncIterator[Group]:
     """A server that serves; killed at the end. What its processes print goes to files of ``OUT``."""
     port = free_port()
-    gimbal = [sys.executable, "-m", "gimbal_jax.cli.main", "serve", str(model), *MESH, "--devices", f"cpu:{devices}"]
+    gimbal = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), *MESH, "--devices", f"cpu:{devices}"]
     gimbal += ["--port", str(port), "--compile-cache", str(OUT / "compiled"), *options]
     if processes > 1:
         secret = OUT / "secret"

@@ -56,9 +56,7 @@ console = Console()
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
-    subprocess.run(
-        [sys.executable, "-m", "gimbal_jax.cli.main", "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-m", "gimbal_jax.cli", "demo-model", MODEL], check=True, stdout=subprocess.DEVNULL)
     calls = make_calls()
     output_tokens = sum(call.max_tokens for call in calls)
     console.print(
@@ -75,8 +73,10 @@ def main() -> None:
 
 def make_calls() -> list[Call]:
     """The shipped trace, scaled, with prompts on persistent topics; the same ones each time."""
-    with resources.as_file(resources.files("gimbal_jax") / "data" / "demo_trace.csv") as path:
-        rows = scale_trace(read_trace(path), seconds=SLOWDOWN, input_tokens=INPUT_SCALE, output_tokens=OUTPUT_SCALE)
+    with resources.as_file(resources.files("gimbal_jax") / "data" / "azure_llm_2023_conv.csv") as path:
+        rows = scale_trace(
+            read_trace(path)[:160], seconds=SLOWDOWN, input_tokens=INPUT_SCALE, output_tokens=OUTPUT_SCALE
+        )
     tokenizer = load_tokenizer(MODEL)
     assert tokenizer is not None, f"{MODEL} has no tokenizer.json"
     rng = np.random.default_rng(0)

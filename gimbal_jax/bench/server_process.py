@@ -40,7 +40,7 @@ async def running_server(
     port = free_port()
     target = f"127.0.0.1:{port}"
     with log.open("w") as output:
-        command = [sys.executable, "-m", "gimbal_jax.cli.main", "serve", str(model), "--port", str(port), *options]
+        command = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), "--port", str(port), *options]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         try:

@@ -143,7 +143,3 @@ def convert(
         with console.status("writing the checkpoint"):
             save_orbax(target, source, weights, slots)
     console.print(f"wrote {target}")
-
-
-if __name__ == "__main__":
-    app()

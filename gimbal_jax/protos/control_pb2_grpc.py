@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from gimbal_jax.protos import control_pb2 as gimbal__jax_dot_serving_dot_protos_dot_control__pb2
+from gimbal_jax.protos import control_pb2 as gimbal__jax_dot_protos_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,33 +36,33 @@ class ControlStub:
         """
         self.GetPlacement = channel.unary_unary(
                 '/gimbal.v1.Control/GetPlacement',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetPlacementResponse.FromString,
                 _registered_method=True)
         self.GetCounts = channel.unary_unary(
                 '/gimbal.v1.Control/GetCounts',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetCountsRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetCountsResponse.FromString,
                 _registered_method=True)
         self.GetTraces = channel.unary_unary(
                 '/gimbal.v1.Control/GetTraces',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetTracesRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetTracesResponse.FromString,
                 _registered_method=True)
         self.GetDecisions = channel.unary_unary(
                 '/gimbal.v1.Control/GetDecisions',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsResponse.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/gimbal.v1.Control/GetStatus',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
         self.Rebalance = channel.unary_unary(
                 '/gimbal.v1.Control/Rebalance',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_control__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_control__pb2.RebalanceResponse.FromString,
                 _registered_method=True)
 
 
@@ -115,33 +115,33 @@ def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetPlacement': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPlacement,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetPlacementRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetPlacementResponse.SerializeToString,
             ),
             'GetCounts': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCounts,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetCountsRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetCountsResponse.SerializeToString,
             ),
             'GetTraces': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTraces,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetTracesRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetTracesResponse.SerializeToString,
             ),
             'GetDecisions': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDecisions,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.GetStatusRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.GetStatusResponse.SerializeToString,
             ),
             'Rebalance': grpc.unary_unary_rpc_method_handler(
                     servicer.Rebalance,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_control__pb2.RebalanceRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_control__pb2.RebalanceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,8 +169,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/GetPlacement',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetPlacementResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetPlacementRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetPlacementResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -196,8 +196,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/GetCounts',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetCountsResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetCountsRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetCountsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -223,8 +223,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/GetTraces',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetTracesResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetTracesRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -250,8 +250,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/GetDecisions',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetDecisionsResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -277,8 +277,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/GetStatus',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.GetStatusResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -304,8 +304,8 @@ class Control:
             request,
             target,
             '/gimbal.v1.Control/Rebalance',
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_control__pb2.RebalanceResponse.FromString,
+            gimbal__jax_dot_protos_dot_control__pb2.RebalanceRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_control__pb2.RebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from gimbal_jax.protos import text_pb2 as gimbal__jax_dot_serving_dot_protos_dot_text__pb2
+from gimbal_jax.protos import text_pb2 as gimbal__jax_dot_protos_dot_text__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -36,13 +36,13 @@ class TextStub:
         """
         self.Generate = channel.unary_stream(
                 '/gimbal.v1.Text/Generate',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_text__pb2.TextRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_text__pb2.TextResponse.FromString,
                 _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/gimbal.v1.Text/CountTokens',
-                request_serializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensRequest.SerializeToString,
-                response_deserializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensResponse.FromString,
+                request_serializer=gimbal__jax_dot_protos_dot_text__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=gimbal__jax_dot_protos_dot_text__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
 
 
@@ -68,13 +68,13 @@ def add_TextServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_text__pb2.TextRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_text__pb2.TextResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
-                    request_deserializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensRequest.FromString,
-                    response_serializer=gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensResponse.SerializeToString,
+                    request_deserializer=gimbal__jax_dot_protos_dot_text__pb2.CountTokensRequest.FromString,
+                    response_serializer=gimbal__jax_dot_protos_dot_text__pb2.CountTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,8 +102,8 @@ class Text:
             request,
             target,
             '/gimbal.v1.Text/Generate',
-            gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_text__pb2.TextResponse.FromString,
+            gimbal__jax_dot_protos_dot_text__pb2.TextRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_text__pb2.TextResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -129,8 +129,8 @@ class Text:
             request,
             target,
             '/gimbal.v1.Text/CountTokens',
-            gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensRequest.SerializeToString,
-            gimbal__jax_dot_serving_dot_protos_dot_text__pb2.CountTokensResponse.FromString,
+            gimbal__jax_dot_protos_dot_text__pb2.CountTokensRequest.SerializeToString,
+            gimbal__jax_dot_protos_dot_text__pb2.CountTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -165,11 +165,11 @@ def test_summary_of_failures_only_is_not_a_number():
 
 
 def test_shipped_trace():
-    with resources.as_file(resources.files("gimbal_jax") / "data" / "demo_trace.csv") as path:
+    with resources.as_file(resources.files("gimbal_jax") / "data" / "azure_llm_2023_conv.csv") as path:
         rows = read_trace(path)
-    assert len(rows) == 160
+    assert len(rows) == 19_366
     assert rows[0] == TraceRow(0.0, 374, 44)
-    assert rows[-1] == TraceRow(51.621, 833, 36)
+    assert rows[159] == TraceRow(51.621, 833, 36)
 
 
 @pytest.mark.parametrize(

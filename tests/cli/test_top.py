@@ -16,8 +16,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from gimbal_jax.cli import top as top_command
 from gimbal_jax.cli.main import app
-from gimbal_jax.cli.main import top as top_command
 from gimbal_jax.cli.top import NoAnswer, data_address, fetch
 from tests.serving.fake_server import FakeCore
 from tests.serving.live_server import live_server

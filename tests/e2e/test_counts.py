@@ -82,7 +82,7 @@ class Recorder:
 
 def trace_requests(rng):
     """The shipped trace, shrunk to the tiny model; times in ticks of the manual clock."""
-    with resources.as_file(resources.files("gimbal_jax") / "data" / "demo_trace.csv") as path:
+    with resources.as_file(resources.files("gimbal_jax") / "data" / "azure_llm_2023_conv.csv") as path:
         rows = read_trace(path)[:90]
     requests = []
     for i, row in enumerate(rows):

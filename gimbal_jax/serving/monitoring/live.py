@@ -24,7 +24,7 @@ ROWS = 20
 SAMPLE_S = 1.0
 SAMPLES = 400
 
-PAGE = (resources.files("gimbal_jax") / "data" / "dashboard.html").read_bytes()
+PAGE = (resources.files("gimbal_jax.serving.monitoring") / "dashboard.html").read_bytes()
 """/dashboard: HTML with its style and script; it fetches /dashboard/data once a second."""
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from gimbal_jax.serving.engine.engine import step_profile
+from gimbal_jax.serving.engine import step_profile
 from gimbal_jax.serving.engine.step_profile import PHASES, StepProfile
 
 
