@@ -201,7 +201,8 @@ class EngineService(pb_grpc.VllmEngineServicer):
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
         archive = self._files.archive
         if not archive:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the model has no tokenizer")
+            rule = "the model has no tokenizer: put its tokenizer.json into the model folder, or send token ids"
+            await context.abort(grpc.StatusCode.NOT_FOUND, rule)
         for start in range(0, len(archive), CHUNK_BYTES):
             is_last = start + CHUNK_BYTES >= len(archive)
             sha256 = hashlib.sha256(archive).hexdigest() if is_last else ""

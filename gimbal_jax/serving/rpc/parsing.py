@@ -9,7 +9,6 @@ from typing import Protocol
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import EngineConfig, ModelConfig, ServerConfig
-from gimbal_jax.protos.text_pb2 import TextRequest
 from gimbal_jax.serving.engine.engine import max_sequence_tokens
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Grammar, SamplingParams
@@ -92,15 +91,15 @@ def parse_generate(request: pb.GenerateRequest, limits: Limits) -> Generation:
         return parse_prompt(request, "tokenized.input_ids", prompt, limits)
     if limits.tokenizer is None:
         raise InvalidField("text must be empty, since the model has no tokenizer: send tokenized.input_ids")
-    check_length("text", request.text, request.sampling_params, limits.tokenizer, limits)
+    check_length(request.text, request.sampling_params, limits.tokenizer, limits)
     return parse_prompt(request, "text", limits.tokenizer.encode(request.text), limits)
 
 
-def check_length(field: str, text: str, params: pb.SamplingParams, tokenizer: Tokenizer, limits: Limits) -> None:
+def check_length(text: str, params: pb.SamplingParams, tokenizer: Tokenizer, limits: Limits) -> None:
     """Refuse a text that is far too long before it is tokenized, which would take seconds."""
     limit = max_prompt_tokens(limits.config.engine)
     too_long = tokenizer.surely_exceeds(text, limit) and not params.HasField("truncate_prompt_tokens")
-    require(not too_long, field, f"hold at most {limit} tokens", f"{len(text)} characters")
+    require(not too_long, "text", f"hold at most {limit} tokens", f"{len(text)} characters")
 
 
 def is_slow(request: pb.GenerateRequest) -> bool:
@@ -109,10 +108,8 @@ def is_slow(request: pb.GenerateRequest) -> bool:
     return request.HasField("text") or constrained or len(request.tokenized.input_ids) > LONG_PROMPT
 
 
-def parse_prompt(
-    request: pb.GenerateRequest | TextRequest, field: str, prompt: Sequence[int], limits: Limits
-) -> Generation:
-    """What all requests have in common: ``prompt`` came in ``field``, sampling_params and the rest in ``request``."""
+def parse_prompt(request: pb.GenerateRequest, field: str, prompt: Sequence[int], limits: Limits) -> Generation:
+    """Check the fields of a request whose prompt tokens came in ``field``. Raises InvalidField or Unsupported."""
     params = request.sampling_params
     require(len(request.request_id) <= MAX_REQUEST_ID, "request_id", f"have at most {MAX_REQUEST_ID} characters")
     engine = None

@@ -45,13 +45,9 @@ def parse_priority(metadata: Iterable[tuple[str, str | bytes]], queue: QueuePoli
         return 0
     is_integer = re.fullmatch(r"[+-]?\d{1,9}", values[-1], re.ASCII) is not None
     priority = int(values[-1]) if is_integer else MAX_PRIORITY + 1
-    return check_priority(priority, PRIORITY_KEY, queue, values[-1])
-
-
-def check_priority(priority: int, field: str, queue: QueuePolicy, value: object) -> int:
-    """The priority, if it is one that this queue heeds; raises InvalidField with the ``value`` that came."""
-    require(abs(priority) <= MAX_PRIORITY, field, f"be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]", value)
-    require(priority == 0 or queue == "priority", field, "be 0 where the queue policy is not priority", priority)
+    rule = f"be an integer in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
+    require(abs(priority) <= MAX_PRIORITY, PRIORITY_KEY, rule, values[-1])
+    require(priority == 0 or queue == "priority", PRIORITY_KEY, "be 0 where the queue policy is not priority", priority)
     return priority
 
 

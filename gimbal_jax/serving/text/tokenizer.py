@@ -73,7 +73,8 @@ class Tokenizer:
         ValueError where there is no template or it refuses the messages.
         """
         if self._template is None:
-            raise ValueError("the model has no chat template")
+            rule = "the model has no chat template: put chat_template.jinja into its folder, or send the prompt as text"
+            raise ValueError(rule)
         variables = {"add_generation_prompt": True, **self._special, **variables, "messages": messages}
         try:
             return self._template.render(variables)

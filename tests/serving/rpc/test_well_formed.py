@@ -11,7 +11,6 @@ METHODS = (
     "/vllm.grpc.engine.VllmEngine/Generate",
     "/vllm.grpc.engine.VllmEngine/Abort",
     "/gimbal.v1.Control/GetCounts",
-    "/gimbal.v1.Text/Generate",
 )
 NONSENSE, CUT, NOT_UTF8 = b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe"
 CASES = [(method, data) for method in METHODS for data in (NONSENSE, CUT)]
