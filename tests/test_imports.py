@@ -61,7 +61,9 @@ NO_JAX = {
 }
 # Room -> foreign packages that it may import; every other room may import any dependency.
 FOREIGN: dict[str, set[str]] = {
-    **dict.fromkeys(("config", "version", "exceptions"), set()),
+    "config": set(),
+    "version": set(),
+    "exceptions": set(),
     "pallas_kernels": {"jax"},
     "scheduler": {"numpy"},
 }
