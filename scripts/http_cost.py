@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from gimbal_jax.bench.server_process import free_port, running_server
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt, write_demo_model
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.server_process import free_port, running_server
-from gimbal_jax.serving.tokenizer import Tokenizer, load_tokenizer
+from gimbal_jax.serving.text.tokenizer import Tokenizer, load_tokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 MODEL, NAME = OUT / "demo-model", "demo"

@@ -1,4 +1,4 @@
-"""Generates gimbal_jax/serving/protos/*_pb2* from the .proto files there (needs the dev extra)."""
+"""Generates gimbal_jax/protos/*_pb2* from the .proto files there (needs the dev extra)."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-FOLDER = Path("gimbal_jax/serving/protos")
+FOLDER = Path("gimbal_jax/protos")
 # The published messages are generated already; without this protoc would look for them beside ours.
 IMPORTS = {"import vllm_engine_pb2 as": "from smg_grpc_proto.generated import vllm_engine_pb2 as"}
 

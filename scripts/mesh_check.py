@@ -2,7 +2,7 @@
 
 import typer
 
-from gimbal_jax.mesh_cli import check
+from gimbal_jax.cli.mesh import check
 
 if __name__ == "__main__":
     typer.run(check)

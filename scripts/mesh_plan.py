@@ -2,7 +2,7 @@
 
 import typer
 
-from gimbal_jax.mesh_cli import plan
+from gimbal_jax.cli.mesh import plan
 
 if __name__ == "__main__":
     typer.run(plan)

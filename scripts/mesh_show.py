@@ -2,7 +2,7 @@
 
 import typer
 
-from gimbal_jax.mesh_cli import show
+from gimbal_jax.cli.mesh import show
 
 if __name__ == "__main__":
     typer.run(show)

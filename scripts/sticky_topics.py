@@ -31,12 +31,12 @@ from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.device_runner import DeviceRunner
-from gimbal_jax.serving.request import Output, Request, SamplingParams
-from gimbal_jax.serving.runner import Runner
-from gimbal_jax.serving.server import Server
-from gimbal_jax.serving.status import PlacementRecord
-from gimbal_jax.serving.tokenizer import load_tokenizer
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.status import PlacementRecord
+from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.engine.runner import Runner
+from gimbal_jax.serving.runtime.device_runner import DeviceRunner
+from gimbal_jax.serving.text.tokenizer import load_tokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "out"
 CONFIG = ServerConfig(

@@ -7,10 +7,10 @@ import re
 import pytest
 from smg_grpc_proto import vllm_engine_pb2
 
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.model_files import load_model_files
-from gimbal_jax.serving.protos import text_pb2
-from gimbal_jax.serving.server import Server
+from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.protos import text_pb2
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.rpc.model_files import load_model_files
 from tests.e2e.rig import CONFIG, MODEL, SOURCES
 from tests.serving.fake_server import running_server, until, write_model_folder
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gimbal_jax.serving.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from scripts import sticky_topics
 from scripts.sticky_topics import POLICIES, Window, run_case, table, topic_requests
 from tests.e2e.rig import CONFIG, MODEL, SOURCES

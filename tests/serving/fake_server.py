@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import (
     DispatchConfig,
     EngineConfig,
@@ -24,14 +25,13 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.frontend import NotServing, QueueFull
-from gimbal_jax.serving.grpc_server import serve
-from gimbal_jax.serving.histogram import HistogramRecord
-from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.prefix import PageNews, StoredPage
-from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.status import PhaseTimes, PlacementRecord, PlacementTotals, QueueHead, State, Status
+from gimbal_jax.serving.core.status import PhaseTimes, PlacementRecord, PlacementTotals, QueueHead, State, Status
+from gimbal_jax.serving.engine.histogram import HistogramRecord
+from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
+from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.frontend.frontend import NotServing, QueueFull
+from gimbal_jax.serving.rpc.model_files import ModelFiles
+from gimbal_jax.serving.rpc.server import serve
 
 MODEL = ModelConfig(
     vocab_size=300,
