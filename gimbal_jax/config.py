@@ -160,8 +160,6 @@ class DispatchConfig:
     """Weights of KV use and of excess expert pressure in the score, each times the token budget."""
     expert_pressure: PressureForm = "sum"
     """Pressure of an engine's ranks: what they process together, or what the fullest of them does, layer by layer."""
-    affinity: bool = False
-    """Whether engines with close scores are told apart by how near the experts are that a prompt is likely to use."""
     close_scores: float = 0.37
     """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
 

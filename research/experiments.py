@@ -46,12 +46,8 @@ MULTIHOST_SHARE = 0.04
 """Requests for each request per second, of the number in other runs."""
 MULTIHOST_PERSISTENCES = (0.0, 0.5, 0.8, 1.0)
 MULTIHOST_VARIANTS: Mapping[str, tuple[str, Exchange]] = {
-    **{
-        f"{policy}, affinity" if affinity else policy: (multihost_system(policy, affinity), "sparse")
-        for policy in MULTIHOST_PLACEMENTS
-        for affinity in (False, True)
-    },
-    "static, all-gather": (multihost_system("static", affinity=False), "gather"),
+    **{policy: (multihost_system(policy), "sparse") for policy in MULTIHOST_PLACEMENTS},
+    "static, all-gather": (multihost_system("static"), "gather"),
 }
 """System and exchange by name; the first is what others are compared with."""
 DISPATCH_SYSTEMS = ("static", "gimbal_static", "late_static")
@@ -216,7 +212,7 @@ def multihost_settings(scope: Scope) -> list[Scenario]:
     """
     return [
         Scenario(
-            multihost_system("static", affinity=False),
+            multihost_system("static"),
             "graph",
             WorkloadConfig("azure-conv", round(MULTIHOST_SHARE * scope.requests * rate), rate),
             routing=RoutingConfig(persistence=persistence),

@@ -115,7 +115,7 @@ def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
-    """Latencies and bytes across nodes by persistence of topics; dashed: with dispatch by affinity."""
+    """Latencies and bytes across nodes by persistence of topics."""
     found = multihost_settings(scope)
     if not all(any(run in store for run in as_variant(name, found)) for name in MULTIHOST_VARIANTS):
         return
@@ -128,9 +128,7 @@ def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
                 runs = [s for s in as_variant(name, found) if s.mesh == mesh]
                 by_x = [[s for s in runs if s.routing.persistence == p] for p in MULTIHOST_PERSISTENCES]
                 values = [[value(store, run, measure) for run in at] for at in by_x]
-                policy, affinity = divmod(number, 2)
-                lines(axes, MULTIHOST_PERSISTENCES, values, name, colour("", policy))
-                axes.get_lines()[-1].set_linestyle("--" if affinity else "-")
+                lines(axes, MULTIHOST_PERSISTENCES, values, name, colour("", number))
             axes.set_xlabel("persistence of topics", fontsize=8)
             axes.set_title(f"{mesh.nodes} nodes: {label(measure)}", fontsize=9)
     rows[0][-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.0))

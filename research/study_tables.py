@@ -84,7 +84,7 @@ def replica_table(store: ResultStore, scope: Scope) -> Table:
 
 
 def multihost_table(store: ResultStore, scope: Scope) -> Table:
-    """What placement and affinity are worth on several nodes, by persistence of topics."""
+    """What placement is worth on several nodes, by persistence of topics."""
     found = multihost_settings(scope)
     rows = []
     for mesh in MULTIHOST_MESHES:

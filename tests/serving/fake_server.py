@@ -100,7 +100,6 @@ class FakeCore:
         self.model, self.config, self.state = model, config, state
         self.error = ""
         self.traces: tuple[Trace, ...] = ()
-        self.distance_BS: np.ndarray | None = None
         self.central_queue = 0
         self.on_outputs = lambda outputs: None
         self.on_bound = lambda now, bound: None

@@ -114,7 +114,7 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),
-        DispatchConfig(policy=options.dispatch, affinity=options.affinity == "on"),
+        DispatchConfig(policy=options.dispatch),
         QueueConfig(policy=options.queue),
         PlacementConfig(
             policy=options.placement,

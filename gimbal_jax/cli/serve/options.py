@@ -124,10 +124,6 @@ class ServeOptions:
     ] = "on"
 
     dispatch: Annotated[DispatchPolicy, _scheduling(help="Which engine gets a request.")] = DispatchConfig.policy
-    affinity: Annotated[
-        Literal["on", "off"],
-        _scheduling(help="Whether `gimbal` breaks ties by how near the experts are that a prompt is likely to use."),
-    ] = "off"
     queue: Annotated[QueuePolicy, _scheduling(help="Which request an engine runs first.")] = QueueConfig.policy
     placement: Annotated[PlacementPolicy, _scheduling(help="Which rank holds each expert.")] = PlacementConfig.policy
     window_steps: Annotated[int, _scheduling(min=1, help="Steps of traffic before each placement decision.")] = (

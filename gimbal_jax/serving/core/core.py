@@ -9,13 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.scheduler.dispatch import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
-from gimbal_jax.serving.core.nearness import Nearness
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.histogram import Histogram
@@ -82,7 +79,6 @@ class Server:
         self.rebalancer = Rebalancer(
             model, config, runner, self._placement_executor, placement_policy, on_window, on_placement
         )
-        self._nearness = Nearness(config) if config.dispatch.affinity else None
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
@@ -111,11 +107,6 @@ class Server:
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
         return self._traces
-
-    @property
-    def distance_BS(self) -> np.ndarray | None:
-        """How far prompts are from their experts (see ``affinity.table_BS``), replaced whole; None while unknown."""
-        return None if self._nearness is None else self._nearness.table_BS
 
     @property
     def central_queue(self) -> int:
@@ -283,8 +274,6 @@ class Server:
         news = []
         for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
             news += engine.commit(plan, result)
-        if self._nearness is not None:
-            self._nearness.fetched(step.plans, results)
         self._step += 1
         self.rebalancer.fetched()
         self._profile.lap("commit")
@@ -330,9 +319,6 @@ class Server:
         return 1 + request.engine
 
     def _publish(self, now: float) -> None:
-        if self._nearness is not None:
-            counts_LSE, steps = self.rebalancer.recent()
-            self._nearness.learn(counts_LSE, steps, self._runner.slot_of_expert_LE)
         pressure_S = self.rebalancer.pressure_S()
         self._traces = tuple(
             engine.trace(now, float(pressure)) for engine, pressure in zip(self.engines, pressure_S, strict=True)

@@ -10,10 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.scheduler.affinity import prompt_distance_S
 from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import Trace
@@ -70,10 +67,6 @@ class Core(Protocol):
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Latest published traces, replaced whole; empty before the first."""
-
-    @property
-    def distance_BS(self) -> np.ndarray | None:
-        """How far prompts are from their experts, by bucket of token ids and engine, replaced whole; None: unknown."""
 
     @property
     def central_queue(self) -> int:
@@ -257,12 +250,7 @@ class Frontend:
                 self.dispatcher.observe(traces)
             cached_tokens_S = self._cached_tokens_S(page_hashes, len(prompt))
             decision, number = self.dispatcher.dispatch(
-                request_id,
-                len(prompt),
-                stream.arrival,
-                engine,
-                cached_tokens_S,
-                prompt_distance_S(self.core.distance_BS, prompt),
+                request_id, len(prompt), stream.arrival, engine, cached_tokens_S
             )
             core_id = stream.core_id = self._core_ids[request_id] = f"{request_id}/{next(self._serial)}"
             self._streams[core_id] = stream

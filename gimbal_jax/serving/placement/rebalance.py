@@ -150,11 +150,6 @@ class Rebalancer:
         self._recent_steps += steps
         return True
 
-    def recent(self) -> tuple[np.ndarray, int]:
-        """Counts [L, S, E] since the last call of ``pressure_S``, and of how many steps; not to be written to."""
-        self.collect()
-        return self._recent_LSE, self._recent_steps
-
     def pressure_S(self) -> np.ndarray:
         """Expert pressure of each engine in the steps counted since the last call (paper 4.1)."""
         self.collect()

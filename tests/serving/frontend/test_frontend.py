@@ -5,11 +5,9 @@ import dataclasses
 import functools
 import time
 
-import numpy as np
 import pytest
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.affinity import BUCKETS
 from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Output, SamplingParams
@@ -92,18 +90,6 @@ async def test_dispatch_follows_the_latest_traces(core, frontend):
     assert (core.submitted[1].engine, core.submitted[1].sequence) == (0, 1)
     assert [record.decision.rule for record in frontend.dispatcher.recent] == ["least_score", "least_score"]
     assert frontend.counters.rules == {"least_score": 2}
-
-
-@with_frontend(config=dataclasses.replace(CONFIG, dispatch=DispatchConfig(affinity=True)))
-async def test_a_prompt_goes_to_the_engine_near_its_experts(core, frontend):
-    core.traces = tuple(dataclasses.replace(trace(engine), expert_pressure=1.0) for engine in range(2))
-    core.distance_BS = np.zeros((BUCKETS, 2), np.float32)
-    core.distance_BS[7], core.distance_BS[8] = (0.3, -0.3), (-0.3, 0.3)
-    for number, token in enumerate((7, 8, 8, 7, 9)):  # the first is not unlike any before it
-        start(frontend, f"{number}", prompt=(token, token))
-        await until(lambda number=number: len(core.submitted) == number + 1)
-    assert [request.engine for request in core.submitted] == [0, 0, 0, 1, 0]
-    assert frontend.counters.rules == {"close": 2, "affinity": 3}
 
 
 @with_frontend(config=LATE)
