@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gimbal_jax.serving.network.api_keys import check_key, read_key_file
-from gimbal_jax.serving.network.ports import check_free
+from gimbal_jax.serving.network.ports import check_free, is_loopback
 
 STOP_S = 5.0
 """Time for the gateway to end by itself after SIGTERM."""
@@ -66,7 +66,9 @@ def load_http_keys(path: Path) -> tuple[tuple[str, str], ...]:
 def check_gateway(config: GatewayConfig) -> None:
     """Raises ValueError or OSError that says why a gateway could not start; loads smg, without starting it."""
     if importlib.util.find_spec("smg") is None:
-        raise ValueError("--http-port needs the smg gateway: pip install 'gimbal-jax[gateway]'")
+        raise ValueError(
+            "--http-port needs the smg gateway. Run pip install '.[gateway]' in the clone, or pip install smg."
+        )
     from smg.smg_rs import get_available_reasoning_parsers, get_available_tool_call_parsers
 
     for field, value, known in (
@@ -78,6 +80,13 @@ def check_gateway(config: GatewayConfig) -> None:
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"--http-port: {config.model} has no tokenizer.json, which OpenAI's API needs")
     check_free(config.host, config.port)
+
+
+def open_port_warning(config: GatewayConfig) -> str | None:
+    """Return a warning if clients on other hosts can call the HTTP API without a key."""
+    if config.keys or is_loopback(config.host):
+        return None
+    return f"--http-host {config.host}: every client that reaches it may call the HTTP API. Set --http-api-key-file."
 
 
 def gateway_arguments(config: GatewayConfig, grpc_port: int, metrics_port: int, control_key: str) -> list[str]:

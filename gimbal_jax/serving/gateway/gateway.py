@@ -22,7 +22,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from gimbal_jax.serving.gateway.config import STOP_S, GatewayConfig, gateway_arguments
+from gimbal_jax.serving.gateway.config import STOP_S, GatewayConfig, gateway_arguments, open_port_warning
 from gimbal_jax.serving.network.ports import free_port
 
 CHILD = "gimbal_jax.serving.gateway.child"
@@ -38,8 +38,12 @@ HUNG_S = 60.0
 """A gateway that has answered, and then gives no answer at all for so long, is started anew."""
 MAX_LINE_BYTES = 4096
 """Longer lines of its log are cut."""
-UNSAID = ("smg::response", "smg::routers::grpc::multimodal")
-"""Parts of smg whose warnings nobody needs: every answer above 400, our probes' too; how it would read pictures."""
+IGNORED_TARGETS = ("smg::response", "smg::routers::grpc::multimodal", "smg::posture")
+"""Parts of smg whose warnings are not logged.
+
+They concern each answer from 400 up (our probes included), how smg would decode pictures, and ports that are open
+without a key. The last names flags of smg that gimbal does not have; ``open_port_warning`` stands in for it.
+"""
 
 
 def log_line(line: str) -> str | None:
@@ -49,7 +53,7 @@ def log_line(line: str) -> str | None:
         level, message, target = record["level"], record["message"], record["target"]
     except (ValueError, KeyError, TypeError):
         return printable(f"gateway: {line}") if line else None
-    if level not in ("WARN", "ERROR") or target in UNSAID or record.get("will_retry"):
+    if level not in ("WARN", "ERROR") or target in IGNORED_TARGETS or record.get("will_retry"):
         return None
     details = {"timestamp", "level", "message", "target", "filename", "line_number", "span", "spans"}
     rest = "".join(f" {name}={value}" for name, value in record.items() if name not in details)
@@ -92,6 +96,8 @@ class Gateway:
     async def run(self, grpc_port: int) -> None:
         """Keep it running until this is cancelled, in front of ``grpc_port``: plain gRPC on loopback, without keys."""
         loop = asyncio.get_running_loop()
+        if (warning := open_port_warning(self.config)) is not None:
+            self._say(f"gateway: warn: {warning}")
         delay = FIRST_DELAY_S
         while True:
             born = loop.time()

@@ -1,13 +1,22 @@
-"""TCP ports of this host: which are free, and how an address is written."""
+"""TCP ports and addresses of this host: which ports are free, and how to write an address."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
 def address_of(host: str, port: int) -> str:
     """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can reach ``host``, an IP address or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_free(host: str, port: int) -> None:

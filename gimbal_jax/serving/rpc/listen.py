@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import stat
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import grpc
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.serving.network.api_keys import load_keys
-from gimbal_jax.serving.network.ports import address_of, check_free
+from gimbal_jax.serving.network.ports import address_of, check_free, is_loopback
 from gimbal_jax.serving.network.tls import server_credentials
 
 KEEPALIVE_TIME_S = 30.0
@@ -78,16 +77,9 @@ def warnings(network: NetworkConfig) -> Iterator[str]:
     for field, path in (("api_keys", network.api_keys), ("tls_key", network.tls_key)):
         if path is not None and path.stat().st_mode & stat.S_IROTH:
             yield f"{field} {path}: every user of this machine can read it (chmod 600)"
-    if _is_loopback(network.host):
+    if is_loopback(network.host):
         return
     if network.api_keys is None and network.tls_client_ca is None:
         yield f"everyone who reaches {network.host} may call: there are no api_keys and no tls_client_ca"
     elif network.tls_cert is None:
         yield f"API keys come to {network.host} in plain text: there is no tls_cert"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

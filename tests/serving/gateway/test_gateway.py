@@ -25,6 +25,7 @@ from gimbal_jax.serving.network.ports import free_port
         ),
         ({"level": "INFO", "message": "hello", "target": "smg::x"}, None),
         ({"level": "ERROR", "message": "request failed", "target": "smg::response"}, None),
+        ({"level": "WARN", "message": "SECURITY POSTURE: ...", "target": "smg::posture"}, None),
         ({"level": "WARN", "message": "Step failed", "target": "wfaas::event", "will_retry": True}, None),
         ("Traceback (most recent call last):", "gateway: Traceback (most recent call last):"),
         ({"level": "WARN", "message": "no", "target": "x", "model": "a\nb\x1b[2J"}, "gateway: warn: no model=a?b?[2J"),
