@@ -10,11 +10,11 @@ from gimbal_jax.serving.network.certificates import read_certificates, server_co
 
 
 def server_credentials(network: NetworkConfig) -> grpc.ServerCredentials | None:
-    """What the server serves TLS with; None where it has no certificate.
+    """Return the TLS credentials of the server, None if no certificate is configured.
 
-    With ``tls_client_ca`` clients must show a certificate of these authorities. Raises ValueError that
-    names the field: a file is missing or no PEM, key and certificate do not belong together, the
-    certificate is out of date or not for servers.
+    With ``tls_client_ca``, clients must present a certificate of these authorities. Raises ValueError that
+    names the field if a file is missing or not in PEM form, if key and certificate do not belong together,
+    or if the certificate is out of date or not for servers.
     """
     cert, key, client_ca = network.tls_cert, network.tls_key, network.tls_client_ca
     if cert is None and key is None:
@@ -26,5 +26,5 @@ def server_credentials(network: NetworkConfig) -> grpc.ServerCredentials | None:
     chain = read_certificates("tls_cert", cert)
     authorities = None if client_ca is None else read_certificates("tls_client_ca", client_ca)
     secret = read_text("tls_key", key).encode()
-    server_context("tls_cert", cert, "tls_key", key)  # raises what is wrong with the pair
+    server_context("tls_cert", cert, "tls_key", key)  # raises ValueError if the pair is bad
     return grpc.ssl_server_credentials([(secret, chain)], authorities, client_ca is not None)
