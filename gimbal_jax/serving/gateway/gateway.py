@@ -49,7 +49,7 @@ without a key. The last names flags of smg that gimbal does not have; ``open_por
 
 
 def log_line(line: str) -> str | None:
-    """Return what to log for a line of smg's log, None to log nothing."""
+    """Return the text to log for a line of smg's log, None to log nothing."""
     try:
         record: dict[str, Any] = json.loads(line)
         level, message, target = record["level"], record["message"], record["target"]

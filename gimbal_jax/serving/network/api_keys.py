@@ -14,7 +14,7 @@ MIN_KEY_LENGTH = 16
 GATEWAY = "gateway"
 """Name of our own HTTP gateway as a client. No key may have this name."""
 
-_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # what a bearer token can be (RFC 6750)
+_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # the form of a bearer token (RFC 6750)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Access(grpc.aio.ServerInterceptor):
             try:
                 key = authenticate(metadata.get("authorization"), self._keys, self._wall_clock())
             except Unauthenticated as error:
-                return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
+                return _rejection(grpc.StatusCode.UNAUTHENTICATED, str(error))
             _key_name.set(key.name)
         handler = await continuation(handler_call_details)
         return self._counted(handler) if method in self._limited else handler
@@ -123,12 +123,12 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
         return peer in self._known
 
 
-def _refusal(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
-    async def refuse(requests: object, context: grpc.aio.ServicerContext) -> None:
+def _rejection(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
+    async def reject(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(code, text)
 
     # A stream_stream handler ends calls of every kind without reading their requests.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(reject)
 
 
 def _client_of(context: grpc.aio.ServicerContext) -> str:

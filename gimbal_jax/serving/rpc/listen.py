@@ -63,9 +63,7 @@ def listen(server: grpc.aio.Server, network: NetworkConfig) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {address}: the port is taken, or the host is not an address of this host"
-        ) from error
+        raise OSError(f"cannot listen on {address}: the port is taken, or this host has no such address") from error
 
 
 def check_network(network: NetworkConfig) -> None:

@@ -3,7 +3,7 @@
 The library's compilers are recursive native code. A schema of 30 KB whose references form a chain
 overflows their stack, and no handler catches that. Other texts take minutes to compile. So this module
 also runs as a program, with a small stack and little CPU time, and imports nothing of the package.
-The server compiles what passes a second time, in threads with a larger stack.
+If the check passes, the server compiles the text a second time, in a thread with a larger stack.
 """
 
 from __future__ import annotations

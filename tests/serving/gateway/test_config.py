@@ -39,10 +39,10 @@ def test_keys_have_names_and_comments_are_ignored(tmp_path):
 def test_bad_key_file_error_names_the_line_but_no_key(tmp_path, text, message):
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=message) as rejected:
         load_http_keys(path)
-    assert str(path) in str(refused.value)
-    assert KEY not in str(refused.value) and OTHER not in str(refused.value)
+    assert str(path) in str(rejected.value)
+    assert KEY not in str(rejected.value) and OTHER not in str(rejected.value)
 
 
 def test_smg_understands_every_argument():

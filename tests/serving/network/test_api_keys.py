@@ -37,9 +37,9 @@ def test_key_file_gives_names_and_expiry_without_the_keys(tmp_path):
     ],
 )
 def test_bad_key_file_error_names_the_line_but_no_key(tmp_path, text, complaint):
-    with pytest.raises(ValueError, match=complaint) as refused:
+    with pytest.raises(ValueError, match=complaint) as rejected:
         load_keys(write(tmp_path, text))
-    assert KEY not in str(refused.value)
+    assert KEY not in str(rejected.value)
 
 
 def test_missing_key_file_is_rejected(tmp_path):

@@ -191,7 +191,7 @@ def test_long_messages_and_metadata_are_rejected():
         assert code is CODES.RESOURCE_EXHAUSTED and "larger than max" in details
         code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * network.MAX_METADATA_BYTES),)))
         assert code is CODES.RESOURCE_EXHAUSTED
-        for _ in range(20):  # grpc's own default refuses some of those that come near the limit
+        for _ in range(20):  # gRPC's default rejects some calls near the limit
             assert await outcome(stub.Generate(request(), metadata=(("k", "x" * 15_000),))) == (CODES.OK, "")
 
     run(test, FakeCore(), NetworkConfig(port=0, max_message_mib=1))

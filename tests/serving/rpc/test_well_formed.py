@@ -27,10 +27,10 @@ def answer(method: str, data: bytes) -> bytes:
 
 @pytest.mark.parametrize(("method", "data"), [*CASES, (METHODS[0], NOT_UTF8), (METHODS[1], NOT_UTF8)])
 def test_malformed_request_is_an_invalid_argument(method, data, caplog):
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as rejected:
         answer(method, data)
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "the request cannot be parsed" in refused.value.details()
+    assert rejected.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request cannot be parsed" in rejected.value.details()
     assert not caplog.records
 
 
