@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "pallas_kernels": set(),
     "scheduler": {"config"},
     "model": {"config", "pallas_kernels"},
-    "serving.network": {"config"},
+    "serving.network": {"config", "exceptions"},
     "serving.engine": {"config", "exceptions", "scheduler"},
     "serving.text": {"exceptions", "serving.engine"},
     "serving.placement": {"config", "exceptions", "scheduler", "serving.engine"},
@@ -95,7 +95,7 @@ def imported_names(source: str, module: str) -> Iterator[str]:
 
 def room_of(module: str) -> str:
     """The longest room that a dotted name of gimbal_jax lies in; empty for the package itself."""
-    parts = module.split(".")[1:]
+    parts = module.removesuffix(".__init__").split(".")[1:]
     return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ALLOWED), "")
 
 
@@ -141,14 +141,14 @@ def test_imports_go_one_way(path: Path):
         ("gimbal_jax.scheduler.queue", "import jax.numpy as jnp", ["jax.numpy"]),
         ("gimbal_jax.scheduler.queue", "def f():\n    from gimbal_jax.model import moe", ["gimbal_jax.model.moe"]),
         ("gimbal_jax.scheduler.queue", "import numpy, math\nfrom gimbal_jax import config\nfrom . import trace", []),
-        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine.engine"]),
+        ("gimbal_jax.scheduler.queue", "from ..serving.engine import plan", ["gimbal_jax.serving.engine.plan"]),
         ("gimbal_jax.model.moe", "from gimbal_jax.scheduler import traffic", ["gimbal_jax.scheduler.traffic"]),
         ("gimbal_jax.scheduler.queue", "import scipy", ["scipy"]),
         ("gimbal_jax.config", "import numpy", ["numpy"]),
         ("gimbal_jax.serving.core.core", "import gimbal_jax.cli.main", ["gimbal_jax.cli.main"]),
         (
             "gimbal_jax.serving.engine.engine",
-            "from gimbal_jax.serving.core import core",
+            "import gimbal_jax.serving.core.core",
             ["gimbal_jax.serving.core.core"],
         ),
     ],
@@ -170,7 +170,10 @@ def test_room_does_not_load_jax(room: str):
 
 
 def test_every_module_lies_in_a_room():
-    assert [name for path in sources(PACKAGE) if not room_of(name := module_of(path))] == ["gimbal_jax.__init__"]
+    assert [name for path in sources(PACKAGE) if not room_of(name := module_of(path))] == [
+        "gimbal_jax.__init__",
+        "gimbal_jax.serving.__init__",
+    ]
 
 
 def test_scipy_is_loaded_by_the_exact_solver_only():

@@ -26,9 +26,9 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.config import EngineConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.engine.plan import NOT_FINITE
-from gimbal_jax.serving.engine.runner import DevicesLost
 from tests.cli.test_main import gimbal
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gimbal_jax.exceptions import Unauthenticated
+
 MIN_KEY_LENGTH = 16
 GATEWAY = "gateway"
 """The name of our own HTTP gateway as a client, which no key may have."""
@@ -26,10 +28,6 @@ class Key:
     name: str
     expires: float | None = None
     """Unix time in seconds; None never."""
-
-
-class Unauthenticated(Exception):
-    """A call without a key that is good now; the text says what is wrong, and never the key."""
 
 
 def new_key(key: str, name: str, expires: float | None = None) -> Key:

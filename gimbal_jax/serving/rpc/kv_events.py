@@ -7,19 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from gimbal_jax.config import ServerConfig
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
+from gimbal_jax.exceptions import FellBehind, NotKept
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 
 CHUNK_PAGES = 512
 """Pages of a snapshot in one message: 64 tokens each are about 100 KB."""
-
-
-class NotKept(Exception):
-    """A subscriber cannot go on from where it was: what came after is not kept, or never was."""
-
-
-class FellBehind(Exception):
-    """A subscriber reads more slowly than the caches change."""
 
 
 class KvEvents:
