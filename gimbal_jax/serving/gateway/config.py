@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gimbal_jax.serving.network.api_keys import MIN_KEY_LENGTH, read_text
-from gimbal_jax.serving.rpc.listen import check_free
+from gimbal_jax.serving.network.api_keys import check_key, read_key_file
+from gimbal_jax.serving.network.ports import check_free, is_loopback
 
 STOP_S = 5.0
 """Time for the gateway to end by itself after SIGTERM."""
 FOR_EVER_S = 10 * 365 * 86400
-_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # what a bearer token can be (RFC 6750)
 _NAME = re.compile(r"[A-Za-z0-9\-._]+")
 
 
@@ -42,31 +42,33 @@ class GatewayConfig:
 
 
 def load_http_keys(path: Path) -> tuple[tuple[str, str], ...]:
-    """(name, key) of each ``KEY [NAME]`` line; ``#`` starts a comment. Raises ValueError that never tells a key."""
+    """Load (name, key) of each ``KEY [NAME]`` line; ``#`` starts a comment.
+
+    A key without a name gets its line number as name. Raises ValueError that names the line, never the key.
+    """
     keys: dict[str, str] = {}
-    for number, line in enumerate(read_text("http_api_key_file", path).splitlines(), 1):
-        if not (words := line.partition("#")[0].split()):
-            continue
-        where = f"http_api_key_file {path}, line {number}"
+
+    def add(number: int, words: Sequence[str]) -> None:
         if len(words) > 2:
-            raise ValueError(f"{where}: must be KEY [NAME]; the gateway knows no expiry")
+            raise ValueError("must be KEY [NAME]; the gateway knows no expiry")
         key, name = (*words, f"key-{number}")[:2]
-        if len(key) < MIN_KEY_LENGTH or not _KEY.fullmatch(key):
-            raise ValueError(f"{where}: a key is at least {MIN_KEY_LENGTH} letters, digits and -._~+/ (= at the end)")
+        check_key(key)
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{where}: a name is letters, digits and -._")
+            raise ValueError("a name is letters, digits and -._")
         if key in keys.values() or name in keys:
-            raise ValueError(f"{where}: the key or its name stands in the file twice")
+            raise ValueError("the key or its name stands in the file twice")
         keys[name] = key
-    if not keys:
-        raise ValueError(f"http_api_key_file {path}: holds no key")
+
+    read_key_file("http_api_key_file", path, add)
     return tuple(keys.items())
 
 
 def check_gateway(config: GatewayConfig) -> None:
     """Raises ValueError or OSError that says why a gateway could not start; loads smg, without starting it."""
     if importlib.util.find_spec("smg") is None:
-        raise ValueError("--http-port needs the smg gateway: pip install 'gimbal-jax[gateway]'")
+        raise ValueError(
+            "--http-port needs the smg gateway. Run pip install '.[gateway]' in the clone, or pip install smg."
+        )
     from smg.smg_rs import get_available_reasoning_parsers, get_available_tool_call_parsers
 
     for field, value, known in (
@@ -78,6 +80,13 @@ def check_gateway(config: GatewayConfig) -> None:
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"--http-port: {config.model} has no tokenizer.json, which OpenAI's API needs")
     check_free(config.host, config.port)
+
+
+def open_port_warning(config: GatewayConfig) -> str | None:
+    """Return a warning if clients on other hosts can call the HTTP API without a key."""
+    if config.keys or is_loopback(config.host):
+        return None
+    return f"--http-host {config.host}: every client that reaches it may call the HTTP API. Set --http-api-key-file."
 
 
 def gateway_arguments(config: GatewayConfig, grpc_port: int, metrics_port: int, control_key: str) -> list[str]:

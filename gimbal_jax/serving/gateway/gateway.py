@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import ssl
 import sys
 import urllib.error
@@ -23,7 +22,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from gimbal_jax.serving.gateway.config import STOP_S, GatewayConfig, gateway_arguments
+from gimbal_jax.serving.gateway.config import STOP_S, GatewayConfig, gateway_arguments, open_port_warning
+from gimbal_jax.serving.network.ports import free_port
 
 CHILD = "gimbal_jax.serving.gateway.child"
 NO_MCP = ("MCP_HTTP_PROXY=http://127.0.0.1:1", "MCP_HTTPS_PROXY=http://127.0.0.1:1", "MCP_NO_PROXY=")
@@ -38,8 +38,12 @@ HUNG_S = 60.0
 """A gateway that has answered, and then gives no answer at all for so long, is started anew."""
 MAX_LINE_BYTES = 4096
 """Longer lines of its log are cut."""
-UNSAID = ("smg::response", "smg::routers::grpc::multimodal")
-"""Parts of smg whose warnings nobody needs: every answer above 400, our probes' too; how it would read pictures."""
+IGNORED_TARGETS = ("smg::response", "smg::routers::grpc::multimodal", "smg::posture")
+"""Parts of smg whose warnings are not logged.
+
+They concern each answer from 400 up (our probes included), how smg would decode pictures, and ports that are open
+without a key. The last names flags of smg that gimbal does not have; ``open_port_warning`` stands in for it.
+"""
 
 
 def log_line(line: str) -> str | None:
@@ -48,16 +52,16 @@ def log_line(line: str) -> str | None:
         record: dict[str, Any] = json.loads(line)
         level, message, target = record["level"], record["message"], record["target"]
     except (ValueError, KeyError, TypeError):
-        return _printable(f"gateway: {line}") if line else None
-    if level not in ("WARN", "ERROR") or target in UNSAID or record.get("will_retry"):
+        return printable(f"gateway: {line}") if line else None
+    if level not in ("WARN", "ERROR") or target in IGNORED_TARGETS or record.get("will_retry"):
         return None
     details = {"timestamp", "level", "message", "target", "filename", "line_number", "span", "spans"}
     rest = "".join(f" {name}={value}" for name, value in record.items() if name not in details)
-    return _printable(f"gateway: {level.lower()}: {message}{rest}")
+    return printable(f"gateway: {level.lower()}: {message}{rest}")
 
 
-def _printable(text: str) -> str:
-    """What clients sent may be quoted in it, and must not look like lines of our own."""
+def printable(text: str) -> str:
+    """Replace control characters by "?": text of clients must not look like our own lines or steer a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -92,6 +96,8 @@ class Gateway:
     async def run(self, grpc_port: int) -> None:
         """Keep it running until this is cancelled, in front of ``grpc_port``: plain gRPC on loopback, without keys."""
         loop = asyncio.get_running_loop()
+        if (warning := open_port_warning(self.config)) is not None:
+            self._say(f"gateway: warn: {warning}")
         delay = FIRST_DELAY_S
         while True:
             born = loop.time()
@@ -115,7 +121,7 @@ class Gateway:
         self.pid = child.pid
         probe = asyncio.create_task(self._follow_health(child))
         try:
-            arguments = gateway_arguments(self.config, grpc_port, _free_port(), secrets.token_hex(32))
+            arguments = gateway_arguments(self.config, grpc_port, free_port(), secrets.token_hex(32))
             child.stdin.write(json.dumps(arguments).encode() + b"\n")
             async for line in _lines(child.stdout):
                 if (said := log_line(line)) is not None:
@@ -183,9 +189,3 @@ async def _stop(child: asyncio.subprocess.Process) -> None:
 
 def _how(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -11,7 +11,7 @@ from gimbal_jax.version import __version__
 
 EXPORT_S = 3
 """Time that one batch of spans has to reach the collector."""
-MISSING = "tracing needs OpenTelemetry: pip install 'gimbal-jax[otel]'"
+MISSING = "--otlp-traces-endpoint needs OpenTelemetry. Run pip install '.[otel]' in the clone."
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:

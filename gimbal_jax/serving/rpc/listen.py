@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import stat
 from collections.abc import Iterator
 
@@ -11,6 +9,7 @@ import grpc
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.serving.network.api_keys import load_keys
+from gimbal_jax.serving.network.ports import address_of, check_free, is_loopback
 from gimbal_jax.serving.network.tls import server_credentials
 
 KEEPALIVE_TIME_S = 30.0
@@ -56,7 +55,7 @@ def local_options(network: NetworkConfig) -> list[tuple[str, int]]:
 def listen(server: grpc.aio.Server, network: NetworkConfig) -> int:
     """Open the port, and return it. Raises ValueError where certificates are no good, OSError where it is taken."""
     credentials = server_credentials(network)
-    address = _address(network.host, network.port)
+    address = address_of(network.host, network.port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -73,36 +72,14 @@ def check_network(network: NetworkConfig) -> None:
     check_free(network.host, network.port)
 
 
-def check_free(host: str, port: int) -> None:
-    """Raises OSError where another has the port, or the host is not of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # Connections of an earlier server that are still closing do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
-
-
 def warnings(network: NetworkConfig) -> Iterator[str]:
     """What an operator may not know. An address that is not on loopback was chosen, but perhaps not its consequence."""
     for field, path in (("api_keys", network.api_keys), ("tls_key", network.tls_key)):
         if path is not None and path.stat().st_mode & stat.S_IROTH:
             yield f"{field} {path}: every user of this machine can read it (chmod 600)"
-    if _is_loopback(network.host):
+    if is_loopback(network.host):
         return
     if network.api_keys is None and network.tls_client_ca is None:
         yield f"everyone who reaches {network.host} may call: there are no api_keys and no tls_client_ca"
     elif network.tls_cert is None:
         yield f"API keys come to {network.host} in plain text: there is no tls_cert"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gimbal_jax.serving.gateway.config import GatewayConfig, check_gateway, gateway_arguments, load_http_keys
+from gimbal_jax.serving.gateway.config import (
+    GatewayConfig,
+    check_gateway,
+    gateway_arguments,
+    load_http_keys,
+    open_port_warning,
+)
 
 KEY, OTHER = "a-key-of-16-chars", "another-key-of-more/than+16=="
 
@@ -88,6 +94,23 @@ def test_a_key_file_that_is_none_is_refused_by_its_name(tmp_path):
         load_http_keys(tmp_path / "binary")
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", (), True),
+        ("example.com", (), True),
+        ("0.0.0.0", (("alice", KEY),), False),
+    ],
+)
+def test_open_port_off_loopback_is_warned_of(host, keys, warns):
+    warning = open_port_warning(GatewayConfig(Path("/m"), 8000, host=host, keys=keys))
+    assert (warning is not None) == warns
+    assert warning is None or (host in warning and "--http-api-key-file" in warning)
+
+
 @pytest.fixture
 def model(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -108,5 +131,5 @@ def test_what_could_not_start_is_said_before(monkeypatch, model, tmp_path_factor
     with pytest.raises(ValueError, match=f"{bare} has no tokenizer.json"):
         check_gateway(GatewayConfig(bare, port))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'gimbal-jax\[gateway\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[gateway\]' in the clone, or pip install smg"):
         check_gateway(GatewayConfig(model, port))

@@ -12,6 +12,7 @@ import pytest
 from gimbal_jax.serving.gateway import gateway
 from gimbal_jax.serving.gateway.config import GatewayConfig
 from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer, log_line
+from gimbal_jax.serving.network.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer, log_line
         ),
         ({"level": "INFO", "message": "hello", "target": "smg::x"}, None),
         ({"level": "ERROR", "message": "request failed", "target": "smg::response"}, None),
+        ({"level": "WARN", "message": "SECURITY POSTURE: ...", "target": "smg::posture"}, None),
         ({"level": "WARN", "message": "Step failed", "target": "wfaas::event", "will_retry": True}, None),
         ("Traceback (most recent call last):", "gateway: Traceback (most recent call last):"),
         ({"level": "WARN", "message": "no", "target": "x", "model": "a\nb\x1b[2J"}, "gateway: warn: no model=a?b?[2J"),
@@ -76,9 +78,7 @@ def test_one_that_hangs_is_killed_and_started_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(gateway, "CHILD", "tests.serving.gateway.hanging_gateway")
     monkeypatch.setattr(gateway, "HUNG_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     said: list[str] = []
     again = asyncio.Event()
 
