@@ -140,7 +140,7 @@ def test_an_unknown_revision(tmp_path):
 def test_without_a_network(tmp_path):
     with hub() as (endpoint, _):
         pass
-    with pytest.raises(OSError, match="not a folder, not in the cache, and the hub cannot be reached"):
+    with pytest.raises(OSError, match="not a folder and not in the cache, and the hub cannot be reached"):
         resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
 
 
