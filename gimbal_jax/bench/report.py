@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from gimbal_jax.bench.load import LoadConfig
 from gimbal_jax.bench.rounds import Kind, Round, Surface, median_summary
-from gimbal_jax.serving.core.status import PhaseTimes
+from gimbal_jax.serving.engine.meters import PhaseTimes
 
 LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e"}
 

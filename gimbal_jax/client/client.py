@@ -40,8 +40,9 @@ from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import PhaseTimes, PlacementRecord
+from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY
+from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.serving.text.tokenizer import FILES, Tokenizer
 
 

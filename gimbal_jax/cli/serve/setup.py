@@ -47,7 +47,7 @@ def check_servable(
     from gimbal_jax.model.sharding import check_mesh
     from gimbal_jax.model.step import check_kernels
     from gimbal_jax.pallas_kernels import backend_of
-    from gimbal_jax.serving.engine.engine import check_limits
+    from gimbal_jax.serving.engine.limits import check_limits
     from gimbal_jax.serving.runtime.batch import step_buckets
 
     model = checkpoint.config

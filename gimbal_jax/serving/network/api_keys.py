@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gimbal_jax.exceptions import Unauthenticated
+
 MIN_KEY_LENGTH = 16
 GATEWAY = "gateway"
 """Name of our own HTTP gateway as a client. No key may have this name."""
@@ -26,10 +28,6 @@ class Key:
     name: str
     expires: float | None = None
     """Unix time in seconds; None if the key does not expire."""
-
-
-class Unauthenticated(Exception):
-    """A call without a valid key. The message gives the reason, never the key."""
 
 
 def new_key(key: str, name: str, expires: float | None = None) -> Key:

@@ -10,10 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from gimbal_jax.exceptions import (
+    DuplicateRequest,
+    FellBehind,
+    GenerationFailed,
+    InvalidField,
+    NotKept,
+    NotServing,
+    Precondition,
+    QueueFull,
+    Unsupported,
+)
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.frontend.frontend import DuplicateRequest, GenerationFailed, NotServing, QueueFull
-from gimbal_jax.serving.rpc.kv_events import FellBehind, NotKept
-from gimbal_jax.serving.rpc.validation import InvalidField, Precondition, Unsupported
 
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,

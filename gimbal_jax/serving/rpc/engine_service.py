@@ -19,21 +19,21 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from gimbal_jax.exceptions import NotServing, Precondition, require
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.frontend.choices import Piece, run_choices
-from gimbal_jax.serving.frontend.frontend import Frontend, NotServing
+from gimbal_jax.serving.frontend.choices import Generation, Piece, run_choices
+from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.calls import Context, answering, input_logprobs, output_logprobs
 from gimbal_jax.serving.rpc.interceptors import origin_of
 from gimbal_jax.serving.rpc.kv_events import KvEvents
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.parsing import (
-    Generation,
     Limits,
     is_slow,
     max_prompt_tokens,
     parse_generate,
+    parse_priority,
 )
-from gimbal_jax.serving.rpc.validation import Precondition, parse_priority, require
 from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.version import __version__
 

@@ -1,4 +1,4 @@
-"""Authentication and limits of gRPC clients, checked at every call."""
+"""Interceptors of every call: authentication, limits of clients, and malformed requests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextvars import ContextVar
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
+from gimbal_jax.exceptions import Unauthenticated
 from gimbal_jax.serving.frontend.record import Origin
-from gimbal_jax.serving.network.api_keys import GATEWAY, Key, Unauthenticated, authenticate
-from gimbal_jax.serving.rpc.well_formed import serve_of, with_serve
+from gimbal_jax.serving.network.api_keys import GATEWAY, Key, authenticate
 
 TRACEPARENT_KEY = "traceparent"
 PEER_S = 1.0
@@ -141,3 +142,47 @@ def _client_of(context: grpc.aio.ServicerContext) -> str:
 def _address(peer: str) -> str:
     """Return the address in ``ipv4:10.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``, without the port."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+Serve = Callable[[object, grpc.aio.ServicerContext], Awaitable[object]]
+"""The function of a method, from request and context to the response."""
+
+
+class WellFormed(grpc.aio.ServerInterceptor):
+    """Interceptor that answers malformed requests with INVALID_ARGUMENT. gRPC itself answers UNKNOWN."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        serve = serve_of(handler)
+
+        def message_or_error(data: bytes) -> object:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError as error:
+                return error
+
+        async def checked(request: object, context: grpc.aio.ServicerContext) -> object:
+            if isinstance(request, DecodeError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be parsed: {request}")
+            return await serve(request, context)
+
+        return with_serve(handler, checked, message_or_error)
+
+
+def serve_of(handler: grpc.RpcMethodHandler) -> Serve:
+    """Return the function of a handler of single requests."""
+    return handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+
+def with_serve(
+    handler: grpc.RpcMethodHandler, serve: Serve, deserialize: Callable[[bytes], object] | None = None
+) -> grpc.RpcMethodHandler:
+    """Return a handler of the same kind with another function, and with another deserializer if one is given."""
+    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    return kind(serve, deserialize or handler.request_deserializer, handler.response_serializer)

@@ -7,19 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from gimbal_jax.config import ServerConfig
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
+from gimbal_jax.exceptions import FellBehind, NotKept
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 
 CHUNK_PAGES = 512
 """Most pages of a snapshot in one message. With 64 tokens a page that is about 100 KB."""
-
-
-class NotKept(Exception):
-    """A subscriber asked for changes after a number that the log does not hold."""
-
-
-class FellBehind(Exception):
-    """A subscriber read more slowly than the caches changed."""
 
 
 class KvEvents:

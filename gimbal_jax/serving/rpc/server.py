@@ -25,10 +25,9 @@ from gimbal_jax.serving.monitoring.operators import serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
 from gimbal_jax.serving.network.api_keys import load_keys
 from gimbal_jax.serving.rpc import control_service, engine_service
-from gimbal_jax.serving.rpc.interceptors import Access, OwnProcesses
+from gimbal_jax.serving.rpc.interceptors import Access, OwnProcesses, WellFormed
 from gimbal_jax.serving.rpc.listen import grpc_options, listen, local_options, warnings
 from gimbal_jax.serving.rpc.model_files import ModelFiles
-from gimbal_jax.serving.rpc.well_formed import WellFormed
 from gimbal_jax.serving.text.grammar import Constraints
 
 SERVICES = (engine_service.SERVICE, control_service.SERVICE)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.inputs import Bucket, StepOutputs, StepShape, step_shape, unused
 from gimbal_jax.model.sharding import put
@@ -32,7 +33,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import DevicesLost, Lap, Progress
+from gimbal_jax.serving.engine.runner import Lap, Progress
 from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
 from gimbal_jax.serving.runtime.commands import (
     Command,

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from smg_grpc_proto.generated import common_pb2
 
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported, require
+from gimbal_jax.exceptions import InvalidField, Unsupported, require
 
 _UNSUPPORTED = ("start_step", "num_steps", "activities", "with_stack", "record_shapes", "profile_by_stage")
 _OUTPUT_DIR = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)

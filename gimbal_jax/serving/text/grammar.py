@@ -10,8 +10,8 @@ import llguidance
 import numpy as np
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from gimbal_jax.exceptions import InvalidField, Unsupported, require
 from gimbal_jax.serving.engine.request import Grammar
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported, require
 from gimbal_jax.serving.text.grammar_check import LIMITS, Kind, checked, problem_of
 
 MAX_GRAMMAR_BYTES = 128 * 1024

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gimbal_jax.serving.network.api_keys import GATEWAY, Unauthenticated, authenticate, load_keys, new_key
+from gimbal_jax.exceptions import Unauthenticated
+from gimbal_jax.serving.network.api_keys import GATEWAY, authenticate, load_keys, new_key
 from tests.serving.rpc.test_access import EXPIRY, KEY, KEY_FILE, OLD_KEY, OTHER_KEY
 
 

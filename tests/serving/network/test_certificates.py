@@ -7,7 +7,7 @@ import ssl
 import pytest
 
 from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
-from gimbal_jax.serving.network.certificates import pinned_context, server_context
+from gimbal_jax.serving.network.tls import pinned_context, server_context
 from tests.serving.rpc.test_tls import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from gimbal_jax.serving.engine.prefix import PageNews
+from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.rpc import kv_events
 from gimbal_jax.serving.rpc.kv_events import block_hash

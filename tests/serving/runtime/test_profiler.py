@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from smg_grpc_proto.generated import common_pb2
 
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported
+from gimbal_jax.exceptions import InvalidField, Unsupported
 from gimbal_jax.serving.runtime.profiler import _UNSUPPORTED, Profiler
 
 

@@ -12,7 +12,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported
+from gimbal_jax.exceptions import InvalidField, Unsupported
 from gimbal_jax.serving.text import grammar
 from gimbal_jax.serving.text.grammar import MAX_GRAMMAR_BYTES, Constraints
 
