@@ -21,7 +21,8 @@ from gimbal_jax.config import (
     ServerConfig,
 )
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, save_counts
-from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, View
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.eplb import replicated_placement

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import Choose, Decision, DispatchRecord, View, choose_engine
+from gimbal_jax.scheduler.dispatch import Choose, choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord, View
 from gimbal_jax.scheduler.trace import Trace
 
 RECENT_DECISIONS = 1000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.dispatch import Decision, least, sum_S
+from gimbal_jax.scheduler.dispatch_decision import Decision, least, sum_S
 from gimbal_jax.scheduler.queue import Job, queue_key
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.dispatch import Decision
+from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.late import Room, Unbound, bind
 from gimbal_jax.scheduler.queue import Job, queue_key
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.dispatch import Decision
+from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.late import Unbound, bind_in_order
 from gimbal_jax.scheduler.queue import Job, key_until, queue_key
 from gimbal_jax.serving.engine.engine import Engine

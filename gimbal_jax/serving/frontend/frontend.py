@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
+from gimbal_jax.scheduler.dispatch import Choose, choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.status import State, Status

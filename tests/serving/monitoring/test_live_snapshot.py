@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import idle_trace
 from gimbal_jax.serving.core.status import Outcome, PlacementTotals, QueueHead
