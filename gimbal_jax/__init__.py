@@ -20,12 +20,12 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
+from gimbal_jax.scheduler.baselines.redundant_experts import replicated_placement
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, save_counts
 from gimbal_jax.scheduler.dispatch import choose_engine
 from gimbal_jax.scheduler.dispatch_decision import Decision, View
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.distance import distance_SR
-from gimbal_jax.scheduler.eplb import replicated_placement
 from gimbal_jax.scheduler.late import Room, Unbound, bind
 from gimbal_jax.scheduler.migration import Migration, Round, migration_between, plan_rounds
 from gimbal_jax.scheduler.objective import Objective, placement_cost_L, window_objective
