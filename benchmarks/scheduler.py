@@ -57,8 +57,7 @@ def dispatch(policy: DispatchPolicy, engines: int) -> Run:
     )
 
     def run() -> None:
-        dispatcher.dispatch("request", 1000, now=1.1)
-        dispatcher.finished("request")
+        dispatcher.dispatch("request", 1000, now=1.1).release()
 
     return run
 
@@ -72,12 +71,11 @@ def observe(engines: int) -> Run:
     def run() -> None:
         nonlocal now, traces
         now += 1.0
-        for name in names:
-            dispatcher.dispatch(name, 1000, now)
+        tickets = [dispatcher.dispatch(name, 1000, now) for name in names]
         traces = [replace(trace, time=now, seen=trace.seen + 10) for trace in traces]
         dispatcher.observe(traces)
-        for name in names:
-            dispatcher.finished(name)
+        for ticket in tickets:
+            ticket.release()
 
     return run
 
