@@ -59,8 +59,7 @@ def plan(
     """List every mesh of these GPUs for MODEL: what fits, what it costs, and which one to take."""
     with errors_said():
         from gimbal_jax.planning import plan_report as report
-        from gimbal_jax.planning.gpus import parse_gpus
-        from gimbal_jax.planning.links import parse_link
+        from gimbal_jax.planning.hardware import parse_gpus, parse_link
         from gimbal_jax.planning.models import find_model
         from gimbal_jax.planning.plan import (
             COORDINATOR,
@@ -138,9 +137,8 @@ def check(
     No GPU is needed, but XLA's CUDA compiler, and JAX_PLATFORMS=cpu: see docs/cuda.md.
     """
     with errors_said():
-        from gimbal_jax.planning.check import check_plan, server_config
-        from gimbal_jax.planning.check_report import row, table
-        from gimbal_jax.planning.gpus import parse_gpus
+        from gimbal_jax.planning.check import check_plan, row, server_config, table
+        from gimbal_jax.planning.hardware import parse_gpus
         from gimbal_jax.planning.models import find_model
         from gimbal_jax.planning.plan import PlanRequest
 

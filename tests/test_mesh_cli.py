@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 
 from gimbal_jax.cli import app
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
-from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.links import link_kinds
+from gimbal_jax.planning.hardware import gpu_kinds, link_kinds
 from gimbal_jax.planning.models import find_model
 from gimbal_jax.planning.plan import PlanRequest, plan_mesh
 from gimbal_jax.scheduler.counts_file import save_placement

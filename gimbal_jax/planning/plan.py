@@ -18,8 +18,7 @@ from gimbal_jax.model.memory import GB, DeviceBytes, device_bytes
 from gimbal_jax.model.sharding import check_mesh
 from gimbal_jax.model.step import check_kernels
 from gimbal_jax.planning.cost import decode_seconds, far_exchange_bytes, prefill_seconds, tensor_parallel_bytes
-from gimbal_jax.planning.gpus import Gpu
-from gimbal_jax.planning.links import Link
+from gimbal_jax.planning.hardware import Gpu, Link
 from gimbal_jax.serving.batch import step_buckets
 from gimbal_jax.serving.engine import check_limits
 

@@ -10,10 +10,8 @@ from gimbal_jax.config import GPU_ENGINE, MeshConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, step_bytes
 from gimbal_jax.planning.check import server_config
-from gimbal_jax.planning.checks import kv_tokens
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
-from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.links import link_kinds
+from gimbal_jax.planning.hardware import gpu_kinds, link_kinds
 from gimbal_jax.planning.plan import (
     CLOSE,
     MeshPlan,
@@ -26,6 +24,7 @@ from gimbal_jax.planning.plan import (
     smallest_count,
 )
 from gimbal_jax.planning.plan_report import heading, nothing_fits, plan_json, plan_lines, plan_table
+from gimbal_jax.planning.rules import kv_tokens
 from gimbal_jax.serving.batch import step_buckets
 
 QWEN, LARGE = PRESETS["Qwen3-30B-A3B"], PRESETS["Qwen3-235B-A22B"]

@@ -1,4 +1,4 @@
-"""Facts of GPU kinds, from ``gpus.toml``."""
+"""Facts of GPU kinds and of networks between nodes, from ``gpus.toml`` and ``links.toml``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ class Gpu:
         return "mosaic" if self.compute_capability[0] == HOPPER else "xla"
 
 
+@dataclass(frozen=True)
+class Link:
+    """One kind of network."""
+
+    name: str
+    description: str
+    bandwidth: float
+    """To GPUs of other nodes, bytes per second of each GPU in one direction."""
+    latency_s: float
+    """Least time of a message between two nodes."""
+
+
 @cache
 def gpu_kinds() -> dict[str, Gpu]:
     """All known kinds by name."""
@@ -67,3 +79,24 @@ def parse_gpus(text: str) -> tuple[Gpu, int, int]:
     if match[3].lower() not in kinds:
         raise ValueError(f"--gpus {text}: the kind must be one of {', '.join(gpu_kinds())}")
     return kinds[match[3].lower()], nodes * per_node, nodes
+
+
+@cache
+def link_kinds() -> dict[str, Link]:
+    """All known kinds by name."""
+    table = tomllib.loads(files(__package__).joinpath("links.toml").read_text(encoding="utf-8"))
+    return {name: Link(name=name, **facts) for name, facts in table.items()}
+
+
+def parse_link(text: str | None, nodes: int) -> Link | None:
+    """The network that a user means; ValueError for an unknown one, none between several nodes, or one in a node."""
+    known = ", ".join(link_kinds())
+    if nodes == 1:
+        if text is not None:
+            raise ValueError(f"--link {text}: --gpus is one node, which needs no network; 2x8xH100 are two")
+        return None
+    if text is None:
+        raise ValueError(f"--link: {nodes} nodes need a network between them, one of {known}")
+    if text.lower() not in link_kinds():
+        raise ValueError(f"--link {text}: must be one of {known}")
+    return link_kinds()[text.lower()]
