@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
-from rich.console import Console
 
 from gimbal_jax.bench_cli import bench
 from gimbal_jax.config import LoadTerm, MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
@@ -15,7 +14,7 @@ from gimbal_jax.devices import DEVICES_HELP, DTYPE_HELP, load_on_mesh, set_up_de
 from gimbal_jax.mesh_cli import mesh_app
 from gimbal_jax.serve_cli import fetch_checkpoint, serve
 from gimbal_jax.simulate_cli import simulate
-from gimbal_jax.terminal import console, errors_said, fail, progress_bar
+from gimbal_jax.terminal import console, errors_said, fail, print_table, progress_bar
 from gimbal_jax.top import top
 
 app = typer.Typer(
@@ -99,7 +98,7 @@ def place(
                 exact, solver = placing.exact_reference(answers[0], time_limit, progress)
             console.print(solver)
         for table in placing.tables(answers, layer_L, exact):
-            Console().print(table)
+            print_table(table)
         placing.draw([*answers, *([exact] if exact else [])], layer_L, picture)
     console.print(f"wrote {picture}")
 

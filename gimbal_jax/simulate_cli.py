@@ -22,7 +22,7 @@ from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
 from gimbal_jax.simulation.scenario import OnDone, Scenario, run_scenario, with_rate
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.workload import Arrivals, Lengths, WorkloadConfig
-from gimbal_jax.terminal import console, errors_said
+from gimbal_jax.terminal import console, errors_said, print_table
 
 _SYNTHETIC = RoutingConfig()
 
@@ -80,9 +80,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a system that serves on H100s: the real scheduler, on kernel times measured for Qwen3-30B-A3B."""
-    out = Console()
     if list_systems:
-        out.print(systems_table())
+        print_table(systems_table())
         return
     with errors_said():
         if system not in SYSTEMS:
@@ -118,7 +117,8 @@ def simulate(
         if json_file is not None:
             with json_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-    out.print(result_table(record))
+    print_table(result_table(record))
+    out = Console()
     for line in scenario_lines(at_rate, share_of_capacity):
         out.print(line, highlight=False, markup=False)
     console.print(f"{requests / seconds:,.0f} requests simulated per second, {seconds:.1f} s in all")
