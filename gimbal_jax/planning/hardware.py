@@ -17,7 +17,9 @@ class Gpu:
 
     name: str
     description: str
-    """As CUDA names it."""
+    """Its name in CUDA."""
+    gpus_per_node: int
+    """GPUs of a usual server."""
     memory_bytes: int
     """Device memory that CUDA reports."""
     bandwidth: float
@@ -30,7 +32,7 @@ class Gpu:
     cores: int
     """Streaming multiprocessors."""
     threads_per_core: int
-    """Most that one multiprocessor holds."""
+    """Greatest number of threads on one multiprocessor."""
     fpus_per_core: int
     """Its float32 lanes."""
     l2_bytes: int
@@ -41,7 +43,7 @@ class Gpu:
 
     @property
     def backend(self) -> Backend:
-        """Form of the kernels that it runs, as ``backend_of`` would say."""
+        """Form of the kernels that this kind runs; agrees with ``backend_of``."""
         return "mosaic" if self.compute_capability[0] == HOPPER else "xla"
 
 
@@ -59,7 +61,7 @@ class Link:
 
 @cache
 def gpu_kinds() -> dict[str, Gpu]:
-    """All known kinds by name."""
+    """Return all known kinds by name."""
     table = tomllib.loads(files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
     return {
         name: Gpu(name=name, **{**facts, "compute_capability": tuple(facts["compute_capability"])})
@@ -68,28 +70,42 @@ def gpu_kinds() -> dict[str, Gpu]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, int, int]:
-    """Kind, number of GPUs in all and of nodes, as in ``4xH100`` or ``2x8xH100``; ValueError otherwise."""
+    """Return kind, number of all GPUs and number of nodes of a text such as ``4xH100`` or ``2x8xH100``.
+
+    More GPUs than a usual node has, as ``16xH100``, are whole nodes; ``1x16xH100`` is one node of 16.
+    ValueError for any other text, and for a number that is not one of whole nodes.
+    """
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
-    nodes, per_node = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if match is None or nodes < 1 or per_node < 1:
+    if match is None or int(match[2]) < 1 or (match[1] and int(match[1]) < 1):
         raise ValueError(
             f"--gpus {text}: must be a number and a kind, as in 4xH100, or nodes before them, as in 2x8xH100"
         )
     kinds = {name.lower(): gpu for name, gpu in gpu_kinds().items()}
     if match[3].lower() not in kinds:
         raise ValueError(f"--gpus {text}: the kind must be one of {', '.join(gpu_kinds())}")
-    return kinds[match[3].lower()], nodes * per_node, nodes
+    gpu, number = kinds[match[3].lower()], int(match[2])
+    if match[1]:
+        return gpu, int(match[1]) * number, int(match[1])
+    if number > gpu.gpus_per_node and number % gpu.gpus_per_node:
+        raise ValueError(
+            f"--gpus {text}: a node has {gpu.gpus_per_node} GPUs, which do not divide {number}. Give whole nodes, "
+            f"as in 2x{gpu.gpus_per_node}x{gpu.name}, or 1x{number}x{gpu.name} for one node of {number}"
+        )
+    return gpu, number, max(1, number // gpu.gpus_per_node)
 
 
 @cache
 def link_kinds() -> dict[str, Link]:
-    """All known kinds by name."""
+    """Return all known networks by name."""
     table = tomllib.loads(files(__package__).joinpath("links.toml").read_text(encoding="utf-8"))
     return {name: Link(name=name, **facts) for name, facts in table.items()}
 
 
 def parse_link(text: str | None, nodes: int) -> Link | None:
-    """The network that a user means; ValueError for an unknown one, none between several nodes, or one in a node."""
+    """Return the network that a user names, in any case; None within one node.
+
+    ValueError for an unknown network, no network between several nodes, or a network within one node.
+    """
     known = ", ".join(link_kinds())
     if nodes == 1:
         if text is not None:

@@ -49,7 +49,10 @@ def test_backend_is_what_a_device_of_that_kind_runs(gpu: Gpu):
     ("text", "name", "count", "nodes"),
     [
         ("4xH100", "H100", 4, 1),
-        ("16xa100-80", "A100-80", 16, 1),
+        ("8xL40S", "L40S", 8, 1),
+        ("16xa100-80", "A100-80", 16, 2),  # nodes of eight, unless the user says otherwise
+        ("24xH100", "H100", 24, 3),
+        ("1x16xH100", "H100", 16, 1),
         ("2x8xH100", "H100", 16, 2),
         ("1x8xh200", "H200", 8, 1),
         ("3x4xA100-80", "A100-80", 12, 3),
@@ -67,6 +70,10 @@ def test_nodes_number_and_kind(text, name, count, nodes):
         ("4 x H100", "--gpus 4 x H100: must be a number"),
         ("2x0xH100", "--gpus 2x0xH100: must be a number"),
         ("0x8xH100", "--gpus 0x8xH100: must be a number"),
+        (
+            "12xH100",
+            "--gpus 12xH100: a node has 8 GPUs, which do not divide 12. Give whole nodes",
+        ),
         ("2x2x8xH100", "--gpus 2x2x8xH100: the kind must be one of"),
         ("2x8xV100", "--gpus 2x8xV100: the kind must be one of"),
         ("4xV100", "--gpus 4xV100: the kind must be one of H100, H200, A100-80, B200, L40S"),
