@@ -36,10 +36,10 @@ from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 from gimbal_jax.version import __version__
 
 if TYPE_CHECKING:
+    from gimbal_jax.client.client import GimbalClient
     from gimbal_jax.model.experts import exchange_table, move_experts
     from gimbal_jax.pallas_kernels import Routing, route_and_count
     from gimbal_jax.scheduler.exact import exact_answer
-    from gimbal_jax.serving.client import GimbalClient
 
 __all__ = [
     "CountsFile",

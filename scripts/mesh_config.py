@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
+from gimbal_jax.cli.terminal import console, errors_said
 from gimbal_jax.config import GPU_ENGINE
 from gimbal_jax.planning.hardware import parse_gpus, parse_link
 from gimbal_jax.planning.models import find_model
 from gimbal_jax.planning.plan import MeshPlan, PlanRequest, plan_meshes, serve_settings
-from gimbal_jax.terminal import console, errors_said
 
 OFFERS = ("1xH100", "2xH100", "4xH100", "8xH100")
 

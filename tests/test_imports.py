@@ -15,63 +15,59 @@ ROOT = Path(gimbal_jax.__file__).parents[1]
 PACKAGE = ROOT / "gimbal_jax"
 ANY = None
 
-# Part of the package -> parts of it that it may import, and foreign packages (ANY: whatever we depend on).
-ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
-    "config": (set(), set()),
-    "version": (set(), set()),
-    "pallas_kernels": (set(), {"jax"}),
-    "scheduler": ({"config"}, {"numpy"}),
-    "model": ({"config", "pallas_kernels"}, ANY),
-    "serving": ({"config", "scheduler", "model", "pallas_kernels", "version"}, ANY),
-    "place": ({"config", "scheduler"}, ANY),
-    "planning": ({"config", "scheduler", "model", "pallas_kernels", "serving"}, ANY),
-    "mesh_cli": ({"config", "scheduler", "planning", "terminal"}, ANY),
-    "terminal": (set(), {"rich", "typer"}),
-    "host_memory": (set(), set()),
-    "devices": ({"config", "model", "terminal"}, {"jax"}),
-    "serve_options": ({"config", "devices"}, {"typer"}),
-    "serve_config": ({"serve_options", "terminal"}, {"typer"}),
-    "processes": ({"config", "serve_options", "terminal"}, {"jax"}),
-    "serve_runner": (
-        {"config", "model", "pallas_kernels", "serving", "devices", "host_memory", "serve_options", "terminal"},
-        {"jax"},
-    ),
-    "serve_group": ({"config", "model", "serving", "processes", "serve_options", "serve_runner", "terminal"}, ANY),
-    "serve_cli": (
-        {
-            *("config", "scheduler", "model", "serving", "devices", "terminal"),
-            *("processes", "serve_options", "serve_config", "serve_runner", "serve_group"),
-        },
-        ANY,
-    ),
-    "bench_cli": ({"bench", "serving", "terminal", "version"}, {"typer"}),
-    "bench": ({"serving", "terminal"}, {"rich"}),
-    "top": ({"terminal", "top_screen"}, {"rich", "typer"}),
-    "top_screen": (set(), {"numpy", "rich"}),
-    "simulation": ({"config", "scheduler", "serving", "model", "terminal"}, ANY),
-    "simulate_cli": ({"config", "scheduler", "simulation", "terminal"}, ANY),
-    "cli": (
-        {
-            "config",
-            "scheduler",
-            "model",
-            "pallas_kernels",
-            "serving",
-            "simulation",
-            "simulate_cli",
-            "bench_cli",
-            "place",
-            "mesh_cli",
-            "devices",
-            "serve_cli",
-            "terminal",
-            "top",
-            "version",
-        },
-        ANY,
-    ),
+# Room -> rooms that it may import. A room is a package, or a module at the root of gimbal_jax.
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "version": set(),
+    "exceptions": set(),
+    "protos": set(),
+    "pallas_kernels": set(),
+    "scheduler": {"config"},
+    "model": {"config", "pallas_kernels"},
+    "serving.network": {"config", "exceptions"},
+    "serving.engine": {"config", "exceptions", "scheduler"},
+    "serving.text": {"exceptions", "serving.engine"},
+    "serving.placement": {"config", "exceptions", "scheduler", "serving.engine"},
+    "serving.core": {"config", "exceptions", "scheduler", "serving.engine", "serving.placement"},
+    "serving.runtime": {"config", "exceptions", "pallas_kernels", "scheduler", "model", "serving.engine"},
+    "serving.cluster": {"config", "version", "exceptions", "serving.network", "serving.runtime"},
+    "serving.gateway": {"exceptions", "serving.network"},
+    "serving.frontend": {"config", "exceptions", "scheduler", "serving.engine", "serving.text", "serving.core"},
+    "serving.monitoring": {
+        *("config", "version", "exceptions", "scheduler"),
+        *("serving.engine", "serving.placement", "serving.core", "serving.frontend"),
+    },
+    "serving.rpc": {
+        *("config", "exceptions", "protos", "scheduler", "model", "serving.network", "serving.engine"),
+        *("serving.text", "serving.core", "serving.gateway", "serving.frontend", "serving.monitoring"),
+    },
+    "client": {"protos", "scheduler", "serving.engine", "serving.placement", "serving.text"},
+    "bench": {"client", "serving.engine", "serving.network"},
+    "planning": {"config", "exceptions", "scheduler", "model", "pallas_kernels", "serving.engine", "serving.runtime"},
+    "simulation": {
+        *("config", "exceptions", "scheduler", "model", "bench"),
+        *("serving.engine", "serving.placement", "serving.core"),
+    },
 }
-# Module -> what it alone of its part may import as well.
+# The command line is the composition root: it may import every room, and no room may import it.
+ALLOWED["cli"] = {*ALLOWED, "cli.serve"}
+ALLOWED["cli.serve"] = {*ALLOWED, "cli"}
+
+# Rooms that run without jax. Importing any of their modules must not load it.
+NO_JAX = {
+    *("config", "version", "exceptions", "protos", "scheduler", "client", "bench", "simulation"),
+    *("serving.network", "serving.engine", "serving.placement", "serving.core", "serving.text"),
+    *("serving.frontend", "serving.monitoring", "serving.gateway", "serving.rpc"),
+}
+# Room -> foreign packages that it may import; every other room may import any dependency.
+FOREIGN: dict[str, set[str]] = {
+    "config": set(),
+    "version": set(),
+    "exceptions": set(),
+    "pallas_kernels": {"jax"},
+    "scheduler": {"numpy"},
+}
+# Module -> foreign packages that it may import in addition to those of its room.
 EXCEPTIONS = {
     "gimbal_jax.scheduler.exact": {"scipy"},
     "gimbal_jax.pallas_kernels.grouped_matmul": {"tokamax"},
@@ -97,16 +93,21 @@ def imported_names(source: str, module: str) -> Iterator[str]:
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
+def room_of(module: str) -> str:
+    """The longest room that a dotted name of gimbal_jax lies in; empty for the package itself."""
+    parts = module.removesuffix(".__init__").split(".")[1:]
+    return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in ALLOWED), "")
+
+
 def forbidden_imports(source: str, module: str) -> list[str]:
-    part = module.split(".")[1]
-    parts, foreign = ALLOWED[part]
-    found = []
+    room, found = room_of(module), []
+    foreign = FOREIGN.get(room)
     for name in imported_names(source, module):
-        top, _, rest = name.partition(".")
+        top = name.partition(".")[0]
         if top == "gimbal_jax":
-            if rest.split(".")[0] not in {part, *parts}:
+            if room_of(name) not in {room, *ALLOWED[room]}:
                 found.append(name)
-        elif foreign is not ANY and top not in sys.stdlib_module_names | foreign | EXCEPTIONS.get(module, set()):
+        elif foreign is not None and top not in sys.stdlib_module_names | foreign | EXCEPTIONS.get(module, set()):
             found.append(name)
     return found
 
@@ -140,28 +141,44 @@ def test_imports_go_one_way(path: Path):
         ("gimbal_jax.scheduler.queue", "import jax.numpy as jnp", ["jax.numpy"]),
         ("gimbal_jax.scheduler.queue", "def f():\n    from gimbal_jax.model import moe", ["gimbal_jax.model.moe"]),
         ("gimbal_jax.scheduler.queue", "import numpy, math\nfrom gimbal_jax import config\nfrom . import trace", []),
-        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine"]),
+        ("gimbal_jax.scheduler.queue", "from ..serving.engine import plan", ["gimbal_jax.serving.engine.plan"]),
         ("gimbal_jax.model.moe", "from gimbal_jax.scheduler import traffic", ["gimbal_jax.scheduler.traffic"]),
         ("gimbal_jax.scheduler.queue", "import scipy", ["scipy"]),
         ("gimbal_jax.config", "import numpy", ["numpy"]),
-        ("gimbal_jax.serving.server", "import gimbal_jax.cli", ["gimbal_jax.cli"]),
+        ("gimbal_jax.serving.core.core", "import gimbal_jax.cli.main", ["gimbal_jax.cli.main"]),
+        (
+            "gimbal_jax.serving.engine.engine",
+            "import gimbal_jax.serving.core.core",
+            ["gimbal_jax.serving.core.core"],
+        ),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, source: str, found: list[str]):
     assert forbidden_imports(source, module) == found
 
 
-@pytest.mark.parametrize("part", ["scheduler", "simulation"])
-def test_what_needs_no_device_does_not_load_jax(part: str):
-    modules = [module_of(path) for path in sources(PACKAGE / part) if path.name != "__init__.py"]
-    assert modules
-    program = f"import sys, {', '.join(modules)}\nsys.exit('jax' in sys.modules)"
+def modules_of(room: str) -> list[str]:
+    return [name for path in sources(PACKAGE) if room_of(name := module_of(path)) == room]
+
+
+@pytest.mark.parametrize("room", sorted(NO_JAX))
+def test_room_does_not_load_jax(room: str):
+    modules = modules_of(room)
+    assert modules or room == "protos"
+    program = f"import sys, {', '.join(modules or ['gimbal_jax'])}\nsys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_module_lies_in_a_room():
+    assert [name for path in sources(PACKAGE) if not room_of(name := module_of(path))] == [
+        "gimbal_jax.__init__",
+        "gimbal_jax.serving.__init__",
+    ]
 
 
 def test_scipy_is_loaded_by_the_exact_solver_only():
     modules = [module_of(path) for path in sources(PACKAGE / "scheduler") if path.stem not in ("__init__", "exact")]
-    program = f"import sys, gimbal_jax.place, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
+    program = f"import sys, gimbal_jax.planning.placements, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
@@ -171,7 +188,7 @@ def test_package_reads_no_environment_variables():
 
 
 def test_files_are_short():
-    folders = [PACKAGE, ROOT / "scripts", ROOT / "tests"]
+    folders = [PACKAGE, *(ROOT / name for name in ("benchmarks", "examples", "research", "scripts", "tests"))]
     lengths = {path: len(path.read_text().splitlines()) for folder in folders for path in sources(folder)}
     assert {str(path): length for path, length in lengths.items() if length > 500} == {}
     assert statistics.median(lengths.values()) < 150

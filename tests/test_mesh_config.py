@@ -6,9 +6,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.toml_file import read_config
 from gimbal_jax.planning.hardware import parse_gpus
-from gimbal_jax.serve_config import read_config
-from gimbal_jax.serve_options import ServeOptions
 from scripts.mesh_config import candidates_of, choose, main
 
 MODEL = "Qwen3-30B-A3B"

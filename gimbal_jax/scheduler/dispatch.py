@@ -36,9 +36,6 @@ class View:
     """Those of them that each engine's prefix cache holds."""
     draw: float
     """Uniform in [0, 1), for rules that use chance."""
-    distance_S: tuple[float, ...] = ()
-    """How much farther than those of other prompts its experts are from each engine, as a share of the mean distance
-    (see ``scheduler.affinity``); empty where nothing is known. Of our policies only ``gimbal`` takes notice."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,6 @@ class DispatchRecord:
     time: float
     decision: Decision
 
-
-NEARER = 0.01
-"""Engines whose ``View.distance_S`` differ by no more are equally near: so much is noise."""
 
 Choose = Callable[[View, DispatchConfig, int], Decision]
 """A dispatch policy, as ``choose_engine``."""
@@ -126,8 +120,7 @@ def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
 
     Ours: where a prefix cache holds some of the prompt, the request's own prefill belongs to the score, less what is
     cached. If that differs between engines, scores count token for token however close they are: what the request
-    itself saves is no noise. If it does not, and with ``config.affinity``, engines whose scores are close to the least
-    are told apart by how near the prompt's experts are: of the nearest the one with the least score.
+    itself saves is no noise.
     """
     traces = [trace for trace in view.traces if trace is not None]
     if len(traces) < len(view.traces):
@@ -147,32 +140,11 @@ def _gimbal(view: View, config: DispatchConfig, token_budget: int) -> Decision:
         terms["uncached"] = tuple([max(1, view.prompt_tokens - cached) for cached in cached_S])
     scores_S = sum_S(terms)
     differ = len(set(terms.get("uncached", ()))) > 1
-    close = config.close_scores * token_budget
-    if config.affinity and view.distance_S and not differ:
-        handicap_S = _handicap_S(view.distance_S, scores_S, close)
-        if any(handicap_S):
-            terms["distance"] = handicap_S
-            return Decision(least(sum_S(terms), view.turn), "affinity", terms)
-    if max(scores_S) - min(scores_S) > close:
+    if max(scores_S) - min(scores_S) > config.close_scores * token_budget:
         return Decision(least(scores_S, view.turn), "least_score", terms)
     if differ:
         return Decision(least(scores_S, view.turn), "cached", terms)
     return Decision(view.turn, "close", terms)
-
-
-def _handicap_S(distance_S: tuple[float, ...], scores_S: tuple[float, ...], close: float) -> tuple[float, ...]:
-    """Tokens that keep a request from engines that are farther than the nearest of those with a close score.
-
-    They grow with the distance, and are more than ``close``: no difference between close scores outweighs them. Zeros
-    where the engines with close scores are equally near.
-    """
-    limit = min(scores_S) + close
-    nearest = min([distance for distance, score in zip(distance_S, scores_S, strict=True) if score <= limit])
-    farther_S = [max(0.0, distance - nearest) for distance in distance_S]
-    if not any(farther > NEARER and score <= limit for farther, score in zip(farther_S, scores_S, strict=True)):
-        return (0.0,) * len(scores_S)
-    unit = max(1.0, close) / NEARER
-    return tuple([unit * farther if farther > NEARER else 0.0 for farther in farther_S])
 
 
 def _round_robin(view: View, config: DispatchConfig, token_budget: int) -> Decision:

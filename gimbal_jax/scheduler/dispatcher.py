@@ -12,8 +12,6 @@ from gimbal_jax.scheduler.dispatch import Choose, Decision, DispatchRecord, View
 from gimbal_jax.scheduler.trace import Trace
 
 RECENT_DECISIONS = 1000
-USUAL_RATE = 0.01
-"""Weight of the latest prompt in the distances that are usual, once there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,6 @@ class Dispatcher:
         self._picks_S = [0] * engines
         self._picked_tokens_S = [0] * engines
         self._last_sequence_S = [0] * engines
-        self._usual_S = (0.0,) * engines
-        self._distances = 0
-        """Prompts in that mean of their distances."""
         self._turn = 0
         self._choices = 0
         self.recent: deque[DispatchRecord] = deque(maxlen=RECENT_DECISIONS)
@@ -76,13 +71,11 @@ class Dispatcher:
         now: float,
         engine: int | None = None,
         cached_tokens_S: tuple[int, ...] | None = None,
-        distance_S: tuple[float, ...] = (),
     ) -> tuple[Decision, int]:
         """Decide on a prompt of ``tokens``, and remember its prefill until the engine's trace shows it.
 
         ``engine`` is the user's own choice. ``cached_tokens_S`` says how much of the prompt each
-        engine's prefix cache holds, nothing by default; ``distance_S`` how far its experts are (see
-        ``affinity.prompt_distance_S``), where that is known: then the rule sees it compared with the prompts of late.
+        engine's prefix cache holds, nothing by default.
         Returns the decision and the request's sequence number on its engine, from 1; 0 where there is no engine
         yet: then nothing is remembered, and ``record`` takes in the decision that follows. Raises ValueError for
         an engine that does not exist or a request id that is already under way.
@@ -94,12 +87,8 @@ class Dispatcher:
             raise ValueError(f"request_id {request_id!r} is already under way")
 
         cached_tokens_S = cached_tokens_S or self._no_cache
-        if distance_S:
-            distance_S = self._less_usual(distance_S)
         if engine is None:
-            decision = self._choose(
-                self.view(now, tokens, cached_tokens_S, distance_S), self._config, self._token_budget
-            )
+            decision = self._choose(self.view(now, tokens, cached_tokens_S), self._config, self._token_budget)
             if decision.engine is None:
                 return decision, 0
             engine = decision.engine
@@ -118,15 +107,6 @@ class Dispatcher:
         self._picked_tokens_S[engine] += tokens
         self.record(request_id, now, decision)
         return decision, sequence
-
-    def _less_usual(self, distance_S: tuple[float, ...]) -> tuple[float, ...]:
-        """Less what is usual for each engine: so no engine is the nearest for all, and gets more than its share."""
-        self._distances += 1
-        rate = max(USUAL_RATE, 1 / self._distances)
-        self._usual_S = tuple(
-            [usual + rate * (new - usual) for usual, new in zip(self._usual_S, distance_S, strict=True)]
-        )
-        return tuple([new - usual for usual, new in zip(self._usual_S, distance_S, strict=True)])
 
     def record(self, request_id: str, now: float, decision: Decision) -> None:
         """Keep a decision among the recent ones."""
@@ -158,7 +138,6 @@ class Dispatcher:
         now: float,
         prompt_tokens: int = 0,
         cached_tokens_S: tuple[int, ...] | None = None,
-        distance_S: tuple[float, ...] = (),
     ) -> View:
         """What a decision on such a request would be based on."""
         return View(
@@ -173,7 +152,6 @@ class Dispatcher:
             prompt_tokens=prompt_tokens,
             cached_tokens_S=cached_tokens_S or self._no_cache,
             draw=self._draw(),
-            distance_S=distance_S,
         )
 
     def compensation_after(self, traces: Sequence[Trace]) -> tuple[int, ...]:

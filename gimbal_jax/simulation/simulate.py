@@ -12,22 +12,21 @@ from functools import partial
 
 import numpy as np
 
+from gimbal_jax.bench.measurement import Measurement, Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.model.sizes import expert_bytes
-from gimbal_jax.scheduler.affinity import prompt_distance_S
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine import max_sequence_tokens
-from gimbal_jax.serving.frontend import QueueFull
-from gimbal_jax.serving.measurement import Measurement, Summary, summarise
-from gimbal_jax.serving.request import Output, Request, SamplingParams
-from gimbal_jax.serving.server import Server
-from gimbal_jax.serving.status import PlacementRecord
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.limits import max_sequence_tokens
+from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
 from gimbal_jax.simulation.runner import SimulatedRunner
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import Arrival
 
@@ -199,10 +198,7 @@ class _Simulation:
             self._observed = self._server.traces
             self._dispatcher.observe(self._observed)
         prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
-        distance_S = prompt_distance_S(self._server.distance_BS, prompt)
-        decision, sequence = self._dispatcher.dispatch(
-            request_id, arrival.input_tokens, now, arrival.engine, distance_S=distance_S
-        )
+        decision, sequence = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
         sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
         self._count_live(now)
         self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens)

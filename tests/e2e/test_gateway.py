@@ -19,9 +19,9 @@ import httpx2
 import openai
 import pytest
 
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
-from gimbal_jax.serving.client import GimbalClient
-from tests.serving.test_tls import Authority
+from tests.serving.rpc.test_tls import Authority
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program"),
@@ -332,8 +332,8 @@ def test_a_gateway_without_keys_has_no_open_administration_and_dies_with_its_ser
     code = f"""
 import asyncio
 from pathlib import Path
-from gimbal_jax.serving.gateway import Gateway
-from gimbal_jax.serving.gateway_config import GatewayConfig
+from gimbal_jax.serving.gateway.gateway import Gateway
+from gimbal_jax.serving.gateway.config import GatewayConfig
 asyncio.run(Gateway(GatewayConfig(Path({str(tmp_path / "model")!r}), {port}), print).run(1))
 """
     server = subprocess.Popen([sys.executable, "-c", code])

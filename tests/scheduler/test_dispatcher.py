@@ -228,30 +228,3 @@ def test_recent_keeps_the_last_decisions():
     assert RECENT_DECISIONS == len(dispatcher.recent) == 1000
     assert (dispatcher.recent[0].request_id, dispatcher.recent[0].time) == ("r2", 2.0)
     assert dispatcher.recent[-1] == DispatchRecord("r1001", 1001.0, dispatched[-1][0])
-
-
-def test_a_hot_topic_fills_its_nearest_engine_no_further_than_scores_are_close():
-    """Compensation counts what affinity sends, and two near engines share it."""
-    dispatcher, close = fresh(4, affinity=True), 0.37 * BUDGET
-    for number in range(400):  # before, all topics come, equally often
-        far_S = [0.1] * 4
-        far_S[number % 4] = far_S[3 - number % 4] = -0.1
-        dispatcher.dispatch(f"{number}", 50, 0.0, distance_S=tuple(far_S))
-        dispatcher.finished(f"{number}")
-    for number in range(200):
-        decision, _ = dispatcher.dispatch(f"hot {number}", 50, 0.0, distance_S=(0.1, -0.1, -0.1, 0.1))
-        load_S = dispatcher.compensation_S
-        assert max(load_S) - min(load_S) <= close + 50
-        if number < 10:
-            assert (decision.rule, decision.engine in (1, 2)) == ("affinity", True) and abs(load_S[1] - load_S[2]) <= 50
-    assert min(load_S) >= (200 * 50 - 2 * (close + 50)) / 4 and sum(load_S) == 200 * 50
-
-
-def test_what_is_the_nearest_for_every_prompt_gets_no_more_than_others():
-    """Distances count against those of other prompts to the same engine."""
-    dispatcher, plain = fresh(3, affinity=True), fresh(3)
-    for number in range(300):
-        one, _ = dispatcher.dispatch(f"{number}", 50, 0.0, distance_S=(-0.5, 0.1, 0.4))
-        assert one == plain.dispatch(f"{number}", 50, 0.0)[0]
-    one, _ = dispatcher.dispatch("other", 50, 0.0, distance_S=(-0.5, 0.1, 0.1))
-    assert one.rule == "affinity" and one.engine == 2

@@ -17,7 +17,7 @@ from gimbal_jax.serving import command_channel, command_door, command_link
 from gimbal_jax.serving.command_channel import FollowerChannel, LeaderChannel
 from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
 from gimbal_jax.serving.command_link import FRAME_BYTES, ChannelError, PeerLost
-from tests.serving.test_tls import Authority
+from tests.serving.rpc.test_tls import Authority
 
 SECRET, OTHER = b"right-secret-0123456789", b"wrong-secret-0123456789"
 FACTS = {"jax": "1", "checkpoint": "3fa2"}
