@@ -33,13 +33,10 @@ from gimbal_jax.cli.serve.toml_file import takes_serve_options
 from gimbal_jax.cli.terminal import console, errors_said, progress_bar
 from gimbal_jax.config import (
     GPU_ENGINE,
-    DispatchConfig,
     EngineConfig,
     MeshConfig,
     ModelConfig,
     NetworkConfig,
-    PlacementConfig,
-    QueueConfig,
     ServerConfig,
 )
 from gimbal_jax.serving.runtime.devices import set_up_devices
@@ -114,14 +111,9 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),
-        DispatchConfig(policy=options.dispatch),
-        QueueConfig(policy=options.queue),
-        PlacementConfig(
-            policy=options.placement,
-            window_steps=options.window_steps,
-            min_gain=options.min_gain,
-            smoothing=options.smoothing,
-        ),
+        options.dispatch,
+        options.queue,
+        options.placement,
     )
 
 
