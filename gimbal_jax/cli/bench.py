@@ -21,10 +21,11 @@ from gimbal_jax.bench.load import LoadConfig, lengths_of
 from gimbal_jax.bench.replay import SendFailed
 from gimbal_jax.bench.report import last_profiles, latency_table, profile_table, rate_table
 from gimbal_jax.bench.rounds import Rate, Round, Surface, grpc_surface, http_surface, measure
-from gimbal_jax.bench.server_process import free_port, peak_rss_bytes, running_server
+from gimbal_jax.bench.server_process import peak_rss_bytes, running_server
 from gimbal_jax.cli.terminal import console, errors_said, print_table, progress_bar
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
+from gimbal_jax.serving.network.ports import free_port
 from gimbal_jax.version import __version__
 
 
