@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 @takes_serve_options
 def serve(options: ServeOptions) -> None:
     """Serve MODEL over gRPC, and over OpenAI's HTTP API with --http-port."""
+    from gimbal_jax.model.hub import check_name
+
     if options.model is None:
         raise typer.BadParameter("give a folder or a hub id, here or as `model` in --config", param_hint="MODEL")
     # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
@@ -59,6 +61,7 @@ def serve(options: ServeOptions) -> None:
     with errors_said():
         processes = join_processes(options)
     with ends_at_once(processes), errors_said():
+        check_name(options.model)
         mesh = MeshConfig(options.dp, options.tp)
         devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
         checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")

@@ -21,9 +21,13 @@ from gimbal_jax.config import (
     PlacementConfig,
     QueueConfig,
 )
-from gimbal_jax.serving.runtime.devices import DEVICES_HELP, DTYPE_HELP
 
 DEFAULT_MODEL_LEN = 4096
+DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
+DTYPE_HELP = (
+    "Type of weights, hidden states and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere. "
+    "Where a CPU computes in float32, it keeps weights that are stored in bfloat16 so, if that is faster."
+)
 
 _model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _operation = (
     partial(typer.Option, rich_help_panel=panel)
