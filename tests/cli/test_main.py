@@ -114,6 +114,10 @@ ERRORS = {
     "device count": (("serve", BASE, "--devices", "cpu:x"), "--devices cpu:x: must be auto, gpu, cpu or cpu:N"),
     "devices of convert": (("convert", BASE, "{tmp}/new", "--devices", "gpu:2"), "--devices gpu:2: must be"),
     "missing folder": (("serve", "{tmp}/none"), "{tmp}/none is neither a folder nor a hub id"),
+    "missing folder before devices": (
+        ("serve", "{tmp}/none", "--dp", 4, "--tp", 2),
+        "is neither a folder nor a hub id",
+    ),
     "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none is neither a folder nor a hub id"),
     "empty folder": (("serve", "{tmp}"), "{tmp} holds no config.json"),
     "revision of a folder": (("serve", BASE, "--revision", "v1"), "is a folder, which has no revision v1"),
