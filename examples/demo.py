@@ -22,8 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.demo_report import RunReport, Traffic, comparison_table, draw, expert_traffic
-from gimbal_jax.bench.measurement import Measurement, summarise
+from examples.demo_report import RunReport, comparison_table, draw, expert_traffic
+from gimbal_jax.bench.measurement import Measurement, Traffic, summarise
 from gimbal_jax.bench.replay import (
     Call,
     conversation_topics,

@@ -16,18 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from gimbal_jax.bench.measurement import Summary
+from gimbal_jax.bench.measurement import Summary, Traffic
 from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_share
 
 RANK_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951")
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Expert tokens counted, and the placement that served them."""
-
-    counts_LSE: np.ndarray
-    slot_of_expert_LE: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
 from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.placement.rebalance import move_to
 from gimbal_jax.simulation.routing import RoutingConfig, synthetic_router
-from gimbal_jax.simulation.system import System
-from gimbal_jax.simulation.systems import SYSTEMS
+from gimbal_jax.simulation.systems import SYSTEMS, System
 from gimbal_jax.simulation.workload import Arrival, WorkloadConfig, make_workload
 from research.comparison import Estimate, estimate
 from research.cpu_clients import call_of, closed_loop, demo_encode, open_loop, running, scaled

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from examples.demo_report import Traffic
+from gimbal_jax.bench.measurement import Traffic
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
 from gimbal_jax.serving.engine.runner import Lap, Runner

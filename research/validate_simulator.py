@@ -33,7 +33,7 @@ from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from gimbal_jax.simulation.routing import BALANCED, Router, synthetic_router
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.workload import WorkloadConfig, make_workload
 from research.cpu_clients import Call, call_of, closed_loop, demo_encode, open_loop, running, scaled
 from research.cpu_engine import CONFIG, OUT, demo_runner, use_cpu_devices

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
-from gimbal_jax.protos import control_pb2, text_pb2
+from gimbal_jax.protos import control_pb2
 
 TIMEOUT_S = 3.0
 BIG = 10 * 2**20
@@ -117,7 +117,7 @@ def message_of(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Mess
 
 METHODS = [
     method
-    for file in (pb, control_pb2, text_pb2)
+    for file in (pb, control_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]

@@ -101,3 +101,11 @@ def _mean_p50_p99(values: Sequence[float]) -> tuple[float, float, float]:
         return float("nan"), float("nan"), float("nan")
     p50, p99 = np.percentile(known, (50, 99))
     return float(np.mean(known)), float(p50), float(p99)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Expert tokens counted, and the placement that served them."""
+
+    counts_LSE: np.ndarray
+    slot_of_expert_LE: np.ndarray

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from gimbal_jax.bench.load import LoadConfig
 from gimbal_jax.bench.rounds import Kind, Round, Surface, median_summary
-from gimbal_jax.serving.core.status import PhaseTimes
+from gimbal_jax.serving.engine.meters import PhaseTimes
 
 LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e"}
 
@@ -111,7 +111,7 @@ def _medians(rounds: Sequence[Round]) -> dict[Kind, dict[str, float]]:
 def _table(first: str, *others: str) -> Table:
     table = Table(Column(first, no_wrap=True), pad_edge=False)
     for name in others:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     return table
 
 

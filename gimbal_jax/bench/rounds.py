@@ -21,7 +21,7 @@ from gimbal_jax.bench.replay import open_loop
 from gimbal_jax.bench.server_process import cpu_seconds
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
-from gimbal_jax.serving.core.status import PhaseTimes
+from gimbal_jax.serving.engine.meters import PhaseTimes
 
 Kind = Literal["warmup", "offline", "online"]
 Progress = Callable[[int, int], None]

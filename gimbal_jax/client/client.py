@@ -36,17 +36,18 @@ from gimbal_jax.client.records import (
     Traces,
     record_of,
 )
-from gimbal_jax.protos import control_pb2, control_pb2_grpc, text_pb2_grpc
+from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import PhaseTimes, PlacementRecord
+from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY
+from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.serving.text.tokenizer import FILES, Tokenizer
 
 
 class GimbalClient:
-    """One connection. ``engine``, ``control`` and ``text`` are the raw stubs, for calls that have no method here.
+    """One connection. ``engine`` and ``control`` are the raw stubs, for calls that have no method here.
 
     ``api_key`` goes with every call. With ``tls_ca``, the PEM of the authority that signed the server's certificate,
     the connection is TLS; ``tls_cert`` and ``tls_key`` are the client's own, for mutual TLS.
@@ -65,7 +66,6 @@ class GimbalClient:
         self._channel = open_channel(target, api_key, tls_ca, tls_cert, tls_key)
         self.engine = pb_grpc.VllmEngineStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
-        self.text = text_pb2_grpc.TextStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._tokenizer: Tokenizer | None = None
 
@@ -158,9 +158,24 @@ class GimbalClient:
         finally:
             call.cancel()
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Chunk]:
-        """Like ``generate``, for a conversation in OpenAI's form, through the model's chat template."""
-        prompt = (await self.tokenizer()).render_chat(messages)
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[Chunk]:
+        """Like ``generate``, for a conversation in OpenAI's form, rendered here with the model's chat template.
+
+        ``tools`` are in OpenAI's form. ``template_variables`` go to the template, such as {"enable_thinking": False}.
+        Raises ValueError if there are no messages, no template, or the template rejects the messages.
+        """
+        if not messages:
+            raise ValueError("messages must hold at least one message")
+        # Templates ask whether there are tools. An empty list would count as some.
+        variables = {**(template_variables or {}), "tools": tools or None}
+        prompt = (await self.tokenizer()).render_chat(messages, **variables)
         async with contextlib.aclosing(self.generate(prompt, **options)) as chunks:
             async for chunk in chunks:
                 yield chunk

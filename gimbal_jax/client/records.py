@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 
 from gimbal_jax.scheduler.dispatch_decision import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import PhaseTimes, PlacementRecord
+from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import TokenLogprobs
+from gimbal_jax.serving.placement.records import PlacementRecord
 
 
 class ClientError(Exception):

@@ -14,19 +14,19 @@ import numpy as np
 
 from gimbal_jax.bench.measurement import Measurement, Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.core.status import PlacementRecord
-from gimbal_jax.serving.engine.engine import max_sequence_tokens
+from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
-from gimbal_jax.serving.frontend.frontend import QueueFull
+from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
 from gimbal_jax.simulation.runner import SimulatedRunner
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import Arrival
 

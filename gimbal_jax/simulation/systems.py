@@ -17,10 +17,29 @@ decides by the last window alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from gimbal_jax.config import DispatchConfig, PlacementConfig, PlacementPolicy, QueueConfig, QueuePolicy
-from gimbal_jax.simulation.system import System
+from gimbal_jax.config import DispatchConfig, OfflinePolicy, PlacementConfig, PlacementPolicy, QueueConfig, QueuePolicy
+
+
+@dataclass(frozen=True)
+class System:
+    """The policies of one server, and when its placement acts."""
+
+    name: str
+    summary: str
+    dispatch: DispatchConfig
+    queue: QueueConfig
+    placement: PlacementConfig
+    migration: Migration = "between_steps"
+    """``between_steps``: some rounds after each step (ours). ``blocking``: decision and all moves at once, while
+    all engines wait (vLLM in the paper's time). ``overlapped``: weights travel beside the steps (vLLM 0.33)."""
+    first_window_steps: int | None = None
+    """Steps before the first decision, where they differ from ``placement.window_steps``."""
+    offline: OfflinePolicy | None = None
+    """Experts, and for ``sem_moe`` requests too, are placed before the run by a profile."""
+
 
 _FCFS = QueueConfig("fcfs")
 _SJF = QueueConfig("sjf_aging")
@@ -164,3 +183,6 @@ _ALL: tuple[System, ...] = (
     ),
 )
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
+
+
+Migration = Literal["between_steps", "blocking", "overlapped"]

@@ -10,7 +10,7 @@ from gimbal_jax.bench.load import LoadConfig
 from gimbal_jax.bench.measurement import Measurement, Summary, summarise
 from gimbal_jax.bench.report import bench_record, last_profiles, latency_table, profile_table, rate_table
 from gimbal_jax.bench.rounds import Round, Surface
-from gimbal_jax.serving.core.status import PhaseTimes
+from gimbal_jax.serving.engine.meters import PhaseTimes
 from tests.bench.test_rounds import FakeSurface
 
 SURFACE = Surface("grpc", "host:1", "small", "token ids", np.arange(9), FakeSurface().send)

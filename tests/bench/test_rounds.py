@@ -11,7 +11,7 @@ from gimbal_jax.bench.load import LoadConfig
 from gimbal_jax.bench.measurement import Measurement, summarise
 from gimbal_jax.bench.replay import Call, SendFailed, Usage
 from gimbal_jax.bench.rounds import Rate, Surface, grpc_surface, measure, median_summary, rate_of
-from gimbal_jax.serving.core.status import PhaseTimes
+from gimbal_jax.serving.engine.meters import PhaseTimes
 from tests.serving.fake_server import FakeCore, running_server
 
 LOAD = LoadConfig(requests=4, input_len=8, output_len=3, rounds=2, warmup=1)

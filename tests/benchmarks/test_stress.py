@@ -15,8 +15,8 @@ from benchmarks.stress.fuzz_requests import (
     message_of,
 )
 from benchmarks.stress.soak import Soak, quarters, rss_slope
+from gimbal_jax.exceptions import InvalidField, Unsupported
 from gimbal_jax.serving.rpc.parsing import Limits, parse_generate
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported
 from tests.serving.fake_server import CONFIG, MODEL, write_model_folder
 
 

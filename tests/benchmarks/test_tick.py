@@ -8,7 +8,7 @@ import pytest
 from benchmarks import placement as bench_placement
 from benchmarks.tick import LOADS, Load, at_scale, loaded_server, over_time, tick_seconds
 from gimbal_jax.scheduler.placement import propose
-from gimbal_jax.serving.engine.step_profile import PHASES
+from gimbal_jax.serving.engine.meters import PHASES
 from gimbal_jax.serving.placement import rebalance
 
 

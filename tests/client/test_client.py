@@ -25,9 +25,11 @@ async def collect(chunks):
     return [chunk async for chunk in chunks]
 
 
-def with_text_server(folder, test, **core_options):
+def with_text_server(folder, test, chat_template=None, **core_options):
+    files = load_model_files(write_model_folder(folder, chat_template=chat_template))
+
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, load_model_files(write_model_folder(folder))) as (c, *_):
+        async with asyncio.timeout(20), running_server(core, files) as (c, *_):
             await test(core, c)
 
     with FakeCore(**core_options) as core:
@@ -184,6 +186,21 @@ def test_chat_goes_through_the_template(tmp_path):
         assert chunks[-1].finish_reason == "length"
 
     with_text_server(tmp_path, test)
+
+
+def test_chat_passes_tools_and_variables_to_the_template(tmp_path):
+    async def test(core, client):
+        tokenizer, hi = await client.tokenizer(), [{"role": "user", "content": "hi"}]
+        for options, rendered in (
+            ({"tools": [{"name": "f"}], "template_variables": {"thinking": "no"}}, '1[{"name": "f"}]no'),
+            ({"tools": []}, "1null"),
+        ):
+            await collect(client.chat(hi, max_tokens=1, **options))
+            assert core.submitted[-1].prompt == tuple(tokenizer.encode(rendered))
+        with pytest.raises(ValueError, match="messages must hold at least one message"):
+            await collect(client.chat([]))
+
+    with_text_server(tmp_path, test, chat_template="{{ messages | length }}{{ tools | tojson }}{{ thinking }}")
 
 
 @with_server({"paused": True})

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import jax
 
 from gimbal_jax.cli.main import app
-from gimbal_jax.serving.engine.runner import DevicesLost
+from gimbal_jax.exceptions import DevicesLost
 from tests.serving.engine.fake_runner import FakeRunner
 
 FAULT = sys.argv.pop(1)

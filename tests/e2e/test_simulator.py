@@ -12,7 +12,7 @@ from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.engine.plan import StepResult
 from gimbal_jax.simulation import simulate
 from gimbal_jax.simulation.routing import BALANCED, synthetic_router
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.workload import Arrival
 from research.cpu_clients import Call, open_loop, running
 from research.measured_costs import MeasuredCosts

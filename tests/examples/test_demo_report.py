@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from examples.demo_report import RunReport, Traffic, comparison_table, draw, expert_traffic
-from gimbal_jax.bench.measurement import Measurement, summarise
+from examples.demo_report import RunReport, comparison_table, draw, expert_traffic
+from gimbal_jax.bench.measurement import Measurement, Traffic, summarise
 
 # One layer, two sources of one rank each, four experts: two slots per rank.
 FIRST = np.array([[0, 1, 2, 3]])

@@ -24,12 +24,14 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
+from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import PhaseTimes, PlacementRecord, PlacementTotals, QueueHead, State, Status
-from gimbal_jax.serving.engine.histogram import HistogramRecord
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
+from gimbal_jax.serving.core.status import State, Status
+from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.frontend.frontend import NotServing, QueueFull
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.server import serve
 

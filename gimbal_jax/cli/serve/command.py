@@ -171,8 +171,7 @@ async def serve_checkpoint(
     from gimbal_jax.serving.core.core import Server
     from gimbal_jax.serving.gateway.config import check_gateway
     from gimbal_jax.serving.gateway.gateway import Gateway
-    from gimbal_jax.serving.placement.counts_dump import CountsDump
-    from gimbal_jax.serving.placement.placement_state import PlacementState
+    from gimbal_jax.serving.placement.files import CountsDump, PlacementState
     from gimbal_jax.serving.placement.process import PlacementProcess
     from gimbal_jax.serving.placement.rebalance import move_to
     from gimbal_jax.serving.rpc.listen import check_network

@@ -10,30 +10,24 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import Interrupted, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.histogram import Histogram
+from gimbal_jax.serving.engine.meters import Histogram, StepProfile
+from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.prefix import PageNews
 from gimbal_jax.serving.engine.request import Output, Request, reason_of
 from gimbal_jax.serving.engine.runner import Runner
-from gimbal_jax.serving.engine.step_profile import StepProfile
-from gimbal_jax.serving.frontend.frontend import NotServing, QueueFull
-from gimbal_jax.serving.placement.counts_dump import CountsDump
 from gimbal_jax.serving.placement.decision import Propose
-from gimbal_jax.serving.placement.placement_state import PlacementState
+from gimbal_jax.serving.placement.files import CountsDump, PlacementState
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Buckets for metrics; those of tokens are vLLM's of ``iteration_tokens_total``."""
-
-
-class Interrupted(Exception):
-    """The warm-up ends early, because the server is to stop."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,30 +15,14 @@ from gimbal_jax.config import MAX_STOP_IDS, EngineConfig, QueueConfig
 from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import QueueHead
-from gimbal_jax.serving.engine.pages import PagePool
+from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
+from gimbal_jax.serving.engine.pages import PageNews, PagePool
 from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
-from gimbal_jax.serving.engine.prefix import PageNews
-from gimbal_jax.serving.engine.queue import Waiting
+from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
+from gimbal_jax.serving.engine.queue import QueueHead, Waiting
 from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
 from gimbal_jax.serving.engine.rows import Rows
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
-from gimbal_jax.serving.engine.sharing import known_pages, looks_up, publish_pages
-
-
-def max_sequence_tokens(config: EngineConfig) -> int:
-    """Most tokens of one sequence, prompt and output together; a prompt must be shorter."""
-    return min(config.max_model_len, config.num_pages * config.page_size)
-
-
-def check_limits(config: EngineConfig) -> None:
-    """ValueError if an engine with these limits could not make progress."""
-    for name in ("max_model_len", "page_size", "num_pages", "max_rows", "token_budget", "tile", "max_queue"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
-    least = max(config.max_rows, config.tile)
-    if config.token_budget < least:
-        raise ValueError(f"token_budget must be at least max_rows and tile ({least}), not {config.token_budget}")
 
 
 @dataclass(frozen=True, eq=False)

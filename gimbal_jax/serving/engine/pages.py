@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
 
 
 class PagePool:
@@ -124,3 +123,22 @@ class PagePool:
         del self._page_of[name]
         if self._stored.pop(name, None) is None:  # else nobody has heard of it
             self._removed[name] = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPage:
+    """A page that can be shared from now on."""
+
+    hash: bytes
+    parent: bytes
+    """Hash of the page before it; empty at the beginning of a sequence."""
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PageNews:
+    """What changed in one engine's prefix cache in a tick: first pages were removed, then others stored."""
+
+    engine: int
+    stored: tuple[StoredPage, ...]
+    removed: tuple[bytes, ...]

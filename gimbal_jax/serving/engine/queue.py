@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass
 
 from gimbal_jax.config import QueueConfig
 from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
@@ -54,3 +55,14 @@ class Waiting:
             item = QueueItem(request.arrival, prefill_left, prefill_tokens - sequence.joined, request.priority)
             sequence.key, sequence.key_until = queue_key(self._config, item, now), key_until(self._config, item, now)
         return sequence.key
+
+
+@dataclass(frozen=True)
+class QueueHead:
+    """The waiting request that an engine would run first."""
+
+    request_id: str
+    waited_s: float
+    """Since its arrival, preemptions included."""
+    prefill_tokens: int
+    """Tokens that it has to compute before its next one."""

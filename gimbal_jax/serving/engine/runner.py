@@ -16,10 +16,6 @@ Lap = Callable[[str], None]
 """Called with the name of a part of the tick that ends now (see ``step_profile``)."""
 
 
-class DevicesLost(RuntimeError):
-    """The devices no longer hold what a step needs; only a new process can serve on."""
-
-
 class Runner(Protocol):
     """Real devices (``device_runner``) or simulated ones (``simulation.runner``). Used by the engine thread only.
 

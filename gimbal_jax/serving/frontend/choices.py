@@ -8,10 +8,9 @@ import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from gimbal_jax.serving.engine.request import FinishReason, Output, TokenLogprobs
-from gimbal_jax.serving.frontend.frontend import NO_ORIGIN, Frontend
-from gimbal_jax.serving.frontend.record import Origin
-from gimbal_jax.serving.rpc.parsing import Generation
+from gimbal_jax.serving.engine.request import FinishReason, Grammar, Output, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.frontend.frontend import Frontend
+from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin
 from gimbal_jax.serving.text.stops import Decoder, OutputText
 
 
@@ -145,3 +144,23 @@ def _merge(pieces: list[Piece]) -> Piece:
         last.stop,
         pieces[0].cached_tokens,
     )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A validated request: one prompt, and ``n`` outputs to it."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    """Strings that end an output; only with a tokenizer."""
+    include_stop: bool = False
+    """Leave the stop string in the text."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text, in which stop strings are searched too."""
+    new_grammar: Callable[[], Grammar] | None = None
+    engine: int | None = None
+    """The engine that the client pinned the request to."""
+    page_hashes: tuple[bytes, ...] = ()
+    """Of the prompt, where the prefix cache may know its beginning."""

@@ -5,41 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.status import State, Status
-from gimbal_jax.serving.engine.prefix import PageNews
+from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.request import Grammar, Output, Request, SamplingParams
+from gimbal_jax.serving.frontend.counters import Counters, TokenRate
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
-from gimbal_jax.serving.frontend.record import Origin, RequestRecord
-from gimbal_jax.serving.frontend.token_rate import TokenRate
-
-NO_ORIGIN = Origin()
-"""Of requests that no call brought."""
-
-
-class NotServing(Exception):
-    """The server takes no requests now: it warms up, drains, or has stopped."""
-
-
-class QueueFull(Exception):
-    """As many requests wait for an engine as may wait."""
-
-
-class DuplicateRequest(Exception):
-    """A request of the same id is still running."""
-
-
-class GenerationFailed(Exception):
-    """The engine ended the request with an error."""
+from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin, RequestRecord
 
 
 class Core(Protocol):
@@ -86,22 +67,6 @@ class Core(Protocol):
 
     def rebalance(self) -> None:
         """Ask for a placement decision at the next tick."""
-
-
-@dataclass
-class Counters:
-    """What happened since start, for metrics. Written on the event loop only."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Ended sequences by finish reason, "cancelled" (the client left) or "refused"."""
-    rules: Counter[str] = field(default_factory=Counter)
-    """Dispatch decisions by rule."""
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    started_tokens_S: list[int] = field(default_factory=list)
-    """Prompts of ended sequences that had started, in tokens."""
-    cached_tokens_S: list[int] = field(default_factory=list)
-    """Those of them that the prefix cache held."""
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 
 LOG_TICKS = 10_000
 """Changes that the log keeps, a tick's each, as vLLM does."""

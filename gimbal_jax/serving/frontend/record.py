@@ -48,3 +48,7 @@ class RequestRecord:
         if self.first_token_s is None or self.output_tokens < 2:
             return None
         return (self.total_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+NO_ORIGIN = Origin()
+"""Of requests that no call brought."""

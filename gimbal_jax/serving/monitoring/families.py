@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
-from gimbal_jax.serving.engine.histogram import HistogramRecord, total
+from gimbal_jax.serving.engine.meters import HistogramRecord, total
 
 
 def gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -18,8 +18,10 @@ from gimbal_jax.scheduler.dispatch import gimbal_terms
 from gimbal_jax.scheduler.dispatch_decision import DispatchRecord, sum_S
 from gimbal_jax.scheduler.trace import Trace, idle_trace
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_tokens_L
-from gimbal_jax.serving.core.status import PlacementRecord, QueueHead, Status
+from gimbal_jax.serving.core.status import Status
+from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.frontend.record import RequestRecord
+from gimbal_jax.serving.placement.records import PlacementRecord
 
 TEXT = 200
 RECENT_S = 60.0

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from gimbal_jax.config import ServerConfig
-from gimbal_jax.serving.engine.histogram import Histogram
+from gimbal_jax.serving.engine.meters import Histogram
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.monitoring.families import engine_histograms
 

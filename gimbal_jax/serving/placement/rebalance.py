@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, smooth_windows
-from gimbal_jax.serving.core.status import Outcome, PlacementRecord, PlacementTotals
-from gimbal_jax.serving.engine.runner import DevicesLost, Runner
+from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.placement.decision import (
     Decision,
     PlacementStats,
@@ -26,6 +26,7 @@ from gimbal_jax.serving.placement.decision import (
     rounds_between,
 )
 from gimbal_jax.serving.placement.expert_counts import StepCounts
+from gimbal_jax.serving.placement.records import Outcome, PlacementRecord, PlacementTotals
 
 RECORDS = 100
 """Placement decisions kept for clients."""

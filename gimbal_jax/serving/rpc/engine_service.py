@@ -19,22 +19,22 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from gimbal_jax.exceptions import NotServing, Precondition, require
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.frontend.choices import Piece, run_choices
-from gimbal_jax.serving.frontend.frontend import Frontend, NotServing
+from gimbal_jax.serving.frontend.choices import Generation, Piece, run_choices
+from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.calls import Context, answering, input_logprobs, output_logprobs
 from gimbal_jax.serving.rpc.interceptors import origin_of
 from gimbal_jax.serving.rpc.kv_events import KvEvents
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.parsing import (
-    Constraints,
-    Generation,
     Limits,
     is_slow,
     max_prompt_tokens,
     parse_generate,
+    parse_priority,
 )
-from gimbal_jax.serving.rpc.validation import Precondition, parse_priority, require
+from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -201,7 +201,8 @@ class EngineService(pb_grpc.VllmEngineServicer):
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
         archive = self._files.archive
         if not archive:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the model has no tokenizer")
+            rule = "the model has no tokenizer: put its tokenizer.json into the model folder, or send token ids"
+            await context.abort(grpc.StatusCode.NOT_FOUND, rule)
         for start in range(0, len(archive), CHUNK_BYTES):
             is_last = start + CHUNK_BYTES >= len(archive)
             sha256 = hashlib.sha256(archive).hexdigest() if is_last else ""

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from gimbal_jax.config import NetworkConfig
-from gimbal_jax.protos import control_pb2_grpc, text_pb2_grpc
+from gimbal_jax.protos import control_pb2_grpc
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.serving.frontend.frontend import Core, Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
@@ -24,15 +24,14 @@ from gimbal_jax.serving.monitoring.live import LiveView
 from gimbal_jax.serving.monitoring.operators import serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
 from gimbal_jax.serving.network.api_keys import load_keys
-from gimbal_jax.serving.rpc import control_service, engine_service, text_service
-from gimbal_jax.serving.rpc.interceptors import Access, OwnProcesses
+from gimbal_jax.serving.rpc import control_service, engine_service
+from gimbal_jax.serving.rpc.interceptors import Access, OwnProcesses, WellFormed
 from gimbal_jax.serving.rpc.listen import grpc_options, listen, local_options, warnings
 from gimbal_jax.serving.rpc.model_files import ModelFiles
-from gimbal_jax.serving.rpc.well_formed import WellFormed
 from gimbal_jax.serving.text.grammar import Constraints
 
-SERVICES = (engine_service.SERVICE, text_service.SERVICE, control_service.SERVICE)
-LIMITED = (f"/{engine_service.SERVICE}/Generate", f"/{text_service.SERVICE}/Generate")
+SERVICES = (engine_service.SERVICE, control_service.SERVICE)
+LIMITED = (f"/{engine_service.SERVICE}/Generate",)
 """Methods whose calls are a client's requests."""
 STATE_PERIOD_S = 0.05
 """The core's state is looked at this often."""
@@ -85,8 +84,6 @@ async def serve(
         constraints = Constraints(files.tokenizer.json, core.model.vocab_size, core.model.eos_token_ids)
     engine = engine_service.EngineService(frontend, files, new_seed, wall_clock, constraints, profiler)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
-    text = text_service.TextService(frontend, files, new_seed, constraints)
-    text_pb2_grpc.add_TextServicer_to_server(text, server)
     control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(frontend), server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     servers = [server]

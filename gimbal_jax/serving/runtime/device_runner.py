@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.model.experts import exchange_table, move_experts
 from gimbal_jax.model.inputs import Bucket, StepOutputs, StepShape, step_shape, unused
 from gimbal_jax.model.sharding import put
@@ -32,7 +33,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import DevicesLost, Lap, Progress
+from gimbal_jax.serving.engine.runner import Lap, Progress
 from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
 from gimbal_jax.serving.runtime.commands import (
     Command,
@@ -153,8 +154,10 @@ class DeviceRunner:
         for bucket in self.buckets:
             nothing = Step(bucket, unused(self.config.mesh.dp, self._shape(bucket)), self._blank)
             jax.device_get(self._run(nothing).token_SC)
-        for layer in range(len(self.model.moe_layers)):
-            self._migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
+        # Static placement has no memory for the buffers of moves (see ``model.memory.device_bytes``).
+        if self.config.placement.policy != "static":
+            for layer in range(len(self.model.moe_layers)):
+                self._migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
         jax.device_get(self._take_counts())
         self._compiled_at_warmup = self._compilations.count
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.config import MeshConfig, QueuePolicy
+from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Request, SamplingParams
-from gimbal_jax.serving.frontend.frontend import QueueFull
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, tick, wait_for
 
 LATE = replace(CONFIG, dispatch=replace(CONFIG.dispatch, policy="late"), queue=replace(CONFIG.queue, policy="fcfs"))

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig
+from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.engine.plan import NOT_FINITE
-from gimbal_jax.serving.frontend.frontend import NotServing, QueueFull
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.fake_server import MODEL, running_server, until
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.engine.prefix import PageNews, page_hashes
+from gimbal_jax.serving.engine.meters import PHASES
+from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Output
-from gimbal_jax.serving.engine.step_profile import PHASES
 from gimbal_jax.serving.placement.rebalance import ClosedWindow
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.engine.fake_runner import FakeRunner

@@ -1,6 +1,7 @@
 """Prefix caches' news, made up: pages of texts as an engine would tell them."""
 
-from gimbal_jax.serving.engine.prefix import PageNews, StoredPage, page_hashes
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.prefix import page_hashes
 
 
 def pages_of(tokens, size=4):

@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 
 from gimbal_jax.config import EngineConfig
-from gimbal_jax.serving.engine.engine import max_sequence_tokens
+from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.plan import ON_DEVICE, Plan, StepResult
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenLogprobs

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig
-from gimbal_jax.serving.engine.engine import Engine, max_sequence_tokens
+from gimbal_jax.serving.engine.engine import Engine
+from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.plan import Plan
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Request, SamplingParams

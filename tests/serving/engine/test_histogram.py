@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.engine.histogram import Histogram, HistogramRecord, total
+from gimbal_jax.serving.engine.meters import Histogram, HistogramRecord, total
 
 BOUNDS = (0.5, 1, 2, 10)
 

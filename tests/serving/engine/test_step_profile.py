@@ -1,7 +1,7 @@
 import pytest
 
-from gimbal_jax.serving.engine import step_profile
-from gimbal_jax.serving.engine.step_profile import PHASES, StepProfile
+from gimbal_jax.serving.engine import meters as step_profile
+from gimbal_jax.serving.engine.meters import PHASES, StepProfile
 
 
 def tick(profile: StepProfile, clock: list[float], **seconds: float) -> None:

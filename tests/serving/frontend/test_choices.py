@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, QueueFull
 from gimbal_jax.serving.engine.request import SamplingParams
-from gimbal_jax.serving.frontend.choices import Piece, run_choices
-from gimbal_jax.serving.frontend.frontend import DuplicateRequest, GenerationFailed, QueueFull
-from gimbal_jax.serving.rpc.parsing import Generation
+from gimbal_jax.serving.frontend.choices import Generation, Piece, run_choices
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 from tests.serving.fake_server import MODEL, until, write_model_folder
 from tests.serving.frontend.test_frontend import with_frontend

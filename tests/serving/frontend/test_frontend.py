@@ -8,10 +8,11 @@ import time
 import pytest
 
 from gimbal_jax.config import DispatchConfig
+from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Output, SamplingParams
-from gimbal_jax.serving.frontend.frontend import DuplicateRequest, Frontend, GenerationFailed, NotServing, QueueFull
+from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 from tests.serving.engine.page_news import pages_of, removed, stored
 from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.engine.prefix import PageNews, page_hashes
+from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 from tests.serving.engine.page_news import pages_of, removed, stored

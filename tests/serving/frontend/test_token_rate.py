@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.frontend.token_rate import TokenRate
+from gimbal_jax.serving.frontend.counters import TokenRate
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 1), st.integers(0, 5)), max_size=20), st.floats(0, 12))

@@ -1,6 +1,6 @@
 from prometheus_client.metrics_core import Metric
 
-from gimbal_jax.serving.engine.histogram import HistogramRecord
+from gimbal_jax.serving.engine.meters import HistogramRecord
 from gimbal_jax.serving.monitoring.families import counters, engine_counters, engine_gauges, engine_histograms, gauges
 
 

@@ -15,7 +15,7 @@ from gimbal_jax.config import DispatchConfig
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import idle_trace
-from gimbal_jax.serving.core.status import Outcome, PlacementTotals, QueueHead
+from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 from gimbal_jax.serving.monitoring.live_snapshot import (
     BUCKET_S,
@@ -37,6 +37,7 @@ from gimbal_jax.serving.monitoring.live_snapshot import (
     request_row,
     warnings,
 )
+from gimbal_jax.serving.placement.records import Outcome, PlacementTotals
 from tests.serving.fake_server import CONFIG, PLACEMENT, FakeCore
 
 RECORD = RequestRecord(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gimbal_jax.scheduler.traffic import balancedness_sglang, balancedness_vllm, far_share, imbalance_L, remote_share
-from gimbal_jax.serving.core.status import PlacementTotals
 from gimbal_jax.serving.monitoring.placement_metrics import loop_metrics, traffic_metrics
+from gimbal_jax.serving.placement.records import PlacementTotals
 from tests.serving.fake_server import CONFIG, MODEL, FakeCore
 from tests.serving.scrapes import busy_scrapes
 

@@ -13,8 +13,8 @@ import pytest
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.counts_file import load_counts
 from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.placement import counts_dump
-from gimbal_jax.serving.placement.counts_dump import MAX_PENDING, CountsDump
+from gimbal_jax.serving.placement import files as counts_dump
+from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump
 from gimbal_jax.serving.placement.rebalance import ClosedWindow
 from tests.serving.core.ticked_server import CONFIG, Outputs, request
 from tests.serving.engine.fake_runner import FakeRunner

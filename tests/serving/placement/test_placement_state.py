@@ -3,7 +3,7 @@ import pytest
 
 from gimbal_jax.config import MeshConfig
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.placement.placement_state import PlacementState
+from gimbal_jax.serving.placement.files import PlacementState
 from tests.e2e.rig import EXPERTS, LAYERS, MODEL
 
 MESH = MeshConfig(2, 2)

@@ -16,10 +16,10 @@ from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.core.status import PlacementRecord
 from gimbal_jax.serving.placement.child import NICENESS
 from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
+from gimbal_jax.serving.placement.records import PlacementRecord
 from tests.serving.core.ticked_server import CONFIG as TICKED
 from tests.serving.core.ticked_server import request, wait_for
 from tests.serving.engine.fake_runner import FakeRunner

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from gimbal_jax.config import DispatchConfig, MeshConfig, PlacementConfig, ServerConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.objective import placement_cost_L
 from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
-from gimbal_jax.serving.engine.runner import DevicesLost
 from gimbal_jax.serving.placement import rebalance
 from gimbal_jax.serving.placement.rebalance import ClosedWindow, Rebalancer, move_to
 from tests.serving.engine.fake_runner import FakeRunner

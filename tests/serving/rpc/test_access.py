@@ -1,4 +1,4 @@
-"""API keys and the limits of each client, over real sockets."""
+"""API keys and limits of each client, over real sockets."""
 
 import asyncio
 import contextlib
@@ -12,11 +12,10 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from gimbal_jax.config import NetworkConfig
-from gimbal_jax.protos import control_pb2, control_pb2_grpc, text_pb2, text_pb2_grpc
+from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.serving.rpc import interceptors as access
 from gimbal_jax.serving.rpc import listen as network
-from gimbal_jax.serving.rpc.model_files import load_model_files
-from tests.serving.fake_server import NO_FILES, FakeCore, running_server, until, write_model_folder
+from tests.serving.fake_server import FakeCore, running_server, until
 
 KEY, OLD_KEY, OTHER_KEY = "right-key-0123456789", "old-key-0123456789ab", "other-key-0123456789"
 KEY_FILE = f"# for tests\n{KEY} alice\n\n{OLD_KEY} bob 2027-01-31T00:00:00Z  # rotated\n{OTHER_KEY}\n"
@@ -37,26 +36,19 @@ def key_file(tmp_path):
     return path
 
 
-@pytest.fixture
-def files(tmp_path):
-    """With a tokenizer."""
-    (tmp_path / "model").mkdir()
-    return load_model_files(write_model_folder(tmp_path / "model"))
-
-
 @pytest.mark.parametrize(
     "peer, client",
     [("ipv4:10.0.0.7:5012", "10.0.0.7"), ("ipv6:%5Bfe80::1%25eth0%5D:5012", "fe80::1%eth0"), ("", "")],
 )
-def test_an_address_has_no_port(peer, client):
+def test_address_of_a_peer_has_no_port(peer, client):
     assert access._address(peer) == client
 
 
-def run(test, core, config, files=NO_FILES, **options):
+def run(test, core, config, **options):
     async def limited():
         async with (
             asyncio.timeout(20),
-            running_server(core, files, config, **options) as (_, port, *_),
+            running_server(core, network=config, **options) as (_, port, *_),
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             await test(channel)
@@ -66,7 +58,7 @@ def run(test, core, config, files=NO_FILES, **options):
 
 
 async def outcome(call):
-    """The status code of a call and its text."""
+    """Return the status code of a call and its text."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -91,24 +83,21 @@ async def says_nothing():
 
 def calls_of_every_kind(channel, metadata):
     engine, control = pb_grpc.VllmEngineStub(channel), control_pb2_grpc.ControlStub(channel)
-    text = text_pb2_grpc.TextStub(channel)
     return [
         engine.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata),
         engine.Generate(request(), metadata=metadata),
         control.GetStatus(control_pb2.GetStatusRequest(), metadata=metadata),
         reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(reflect(), metadata=metadata),
-        text.Generate(text_pb2.TextRequest(text="a", sampling_params=ONE_TOKEN), metadata=metadata),
-        text.CountTokens(text_pb2.CountTokensRequest(text="a"), metadata=metadata),
     ]
 
 
-def test_right_wrong_missing_and_expired_keys_at_every_service(key_file, files):
+def test_every_service_requires_a_valid_key(key_file):
     async def test(channel):
         async def outcomes(metadata):
             return [await outcome(call) for call in calls_of_every_kind(channel, metadata)]
 
         for key in (KEY, OTHER_KEY):
-            assert await outcomes(bearer(key)) == [(CODES.OK, "")] * 6
+            assert await outcomes(bearer(key)) == [(CODES.OK, "")] * 4
         for metadata, text in [
             (None, "no API key"),
             (bearer(KEY + "x"), "wrong API key"),
@@ -121,10 +110,10 @@ def test_right_wrong_missing_and_expired_keys_at_every_service(key_file, files):
                 assert code is CODES.UNAUTHENTICATED and details.startswith(text)
                 assert not any(key in details for key in (KEY, OLD_KEY))
 
-    run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file), files, wall_clock=lambda: EXPIRY)
+    run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file), wall_clock=lambda: EXPIRY)
 
 
-def test_a_refused_call_that_sends_nothing_ends_too(key_file):
+def test_rejected_call_that_sends_nothing_ends(key_file):
     async def test(channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         code, _ = await outcome(stub.ServerReflectionInfo(says_nothing()))
@@ -145,7 +134,7 @@ def test_health_needs_no_key(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
 
 
-def test_an_unknown_method_is_unimplemented_for_those_who_may_call(key_file):
+def test_unknown_method_is_unimplemented_with_a_valid_key(key_file):
     async def test(channel):
         method = channel.unary_unary("/no.Service/Method")
         assert (await outcome(method(b"", metadata=bearer(KEY))))[0] is CODES.UNIMPLEMENTED
@@ -165,7 +154,7 @@ def test_streams_of_each_client_are_limited(key_file):
             CODES.RESOURCE_EXHAUSTED,
             "alice has 3 requests already (max_streams_per_client)",
         )
-        # Other clients, and other calls of this one, go on.
+        # Other clients and other calls of this client are not limited.
         live.append(asyncio.create_task(outcome(stub.Generate(request(), metadata=bearer(OTHER_KEY)))))
         await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer(KEY))
         await until(lambda: len(core.live) == 4)
@@ -179,24 +168,7 @@ def test_streams_of_each_client_are_limited(key_file):
     run(test, core, NetworkConfig(port=0, api_keys=key_file, max_streams_per_client=3))
 
 
-def test_both_services_share_the_limit(files):
-    core = FakeCore(paused=True)
-
-    async def test(channel):
-        text = text_pb2_grpc.TextStub(channel)
-        prompt = text_pb2.TextRequest(text="a", sampling_params=ONE_TOKEN)
-        live = [asyncio.create_task(outcome(pb_grpc.VllmEngineStub(channel).Generate(request())))]
-        await until(lambda: len(core.live) == 1)
-        live.append(asyncio.create_task(outcome(text.Generate(prompt))))
-        await until(lambda: len(core.live) == 2)
-        assert (await outcome(text.Generate(prompt)))[0] is CODES.RESOURCE_EXHAUSTED
-        core.paused = False
-        assert await asyncio.gather(*live) == [(CODES.OK, "")] * 2
-
-    run(test, core, NetworkConfig(port=0, max_streams_per_client=2), files)
-
-
-def test_without_keys_clients_are_their_addresses():
+def test_without_keys_a_client_is_its_address():
     core = FakeCore(paused=True)
 
     async def test(channel):
@@ -211,7 +183,7 @@ def test_without_keys_clients_are_their_addresses():
     run(test, core, NetworkConfig(port=0, max_streams_per_client=1))
 
 
-def test_long_messages_and_metadata_are_refused():
+def test_long_messages_and_metadata_are_rejected():
     async def test(channel):
         stub = pb_grpc.VllmEngineStub(channel)
         text = "x" * 2**20
@@ -219,7 +191,7 @@ def test_long_messages_and_metadata_are_refused():
         assert code is CODES.RESOURCE_EXHAUSTED and "larger than max" in details
         code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * network.MAX_METADATA_BYTES),)))
         assert code is CODES.RESOURCE_EXHAUSTED
-        for _ in range(20):  # grpc's own default refuses some of those that come near the limit
+        for _ in range(20):  # gRPC's default rejects some calls near the limit
             assert await outcome(stub.Generate(request(), metadata=(("k", "x" * 15_000),))) == (CODES.OK, "")
 
     run(test, FakeCore(), NetworkConfig(port=0, max_message_mib=1))

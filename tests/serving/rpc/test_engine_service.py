@@ -18,11 +18,11 @@ from smg_grpc_proto.generated import common_pb2
 from gimbal_jax import __version__
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import EngineConfig
+from gimbal_jax.exceptions import InvalidField
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.engine_service import CHUNK_BYTES, EngineService
 from gimbal_jax.serving.rpc.model_files import load_model_files
-from gimbal_jax.serving.rpc.validation import InvalidField
 from tests.serving.engine.page_news import pages_of, stored
 from tests.serving.fake_server import (
     CONFIG,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from gimbal_jax.config import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, EngineConfig
+from gimbal_jax.exceptions import InvalidField, Unsupported
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.rpc.parsing import (
@@ -24,7 +25,7 @@ from gimbal_jax.serving.rpc.parsing import (
     max_prompt_tokens,
     parse_generate,
 )
-from gimbal_jax.serving.rpc.validation import InvalidField, Unsupported
+from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 from tests.serving.fake_server import CONFIG, MODEL, write_model_folder
 
@@ -43,8 +44,11 @@ class Tokens:
         return [ord(char) for char in text]
 
 
-class Compiler:
+class Compiler(Constraints):
     """Constraints that know one schema."""
+
+    def __init__(self):
+        pass
 
     def compile(self, params):
         if params.json_schema != "{}":

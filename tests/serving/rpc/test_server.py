@@ -23,7 +23,7 @@ from gimbal_jax.serving.rpc import server as grpc_server
 from gimbal_jax.serving.rpc.server import serve
 from tests.serving.fake_server import NO_FILES, FakeCore, running_server, until
 
-SERVICES = ("", "vllm.grpc.engine.VllmEngine", "gimbal.v1.Text", "gimbal.v1.Control")
+SERVICES = ("", "vllm.grpc.engine.VllmEngine", "gimbal.v1.Control")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -58,13 +58,13 @@ def test_health_follows_warm_up_and_drain():
 
             watch = health.Watch(health_pb2.HealthCheckRequest())
             seen = [(await watch.read()).status]
-            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 4
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
             with pytest.raises(Unavailable, match="warming"):
                 await collect(client)
 
             core.state = "serving"
             seen.append((await watch.read()).status)
-            assert [await status(service) for service in SERVICES] == [SERVING] * 4
+            assert [await status(service) for service in SERVICES] == [SERVING] * 3
             assert await client.is_serving()
 
             stream = asyncio.create_task(collect(client, max_tokens=2))
@@ -72,7 +72,7 @@ def test_health_follows_warm_up_and_drain():
             stop.set()
             seen.append((await watch.read()).status)
             watch.cancel()
-            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 4
+            assert [await status(service) for service in SERVICES] == [NOT_SERVING] * 3
             with pytest.raises(Unavailable, match="draining"):
                 await collect(client)
             core.paused = False

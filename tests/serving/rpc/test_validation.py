@@ -2,7 +2,8 @@
 
 import pytest
 
-from gimbal_jax.serving.rpc.validation import InvalidField, parse_priority
+from gimbal_jax.exceptions import InvalidField
+from gimbal_jax.serving.rpc.parsing import parse_priority
 
 
 @pytest.mark.parametrize(("value", "priority"), [("0", 0), ("-100", -100), ("100", 100), ("+7", 7), ("007", 7)])

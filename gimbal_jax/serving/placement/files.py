@@ -1,4 +1,4 @@
-"""Closed windows to files, off the engine thread; what cannot be written is counted, left out and logged once."""
+"""Files of the placement loop: traffic windows as they close, and the placement for the next start."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gimbal_jax.scheduler.counts_file import save_counts
+import numpy as np
+
+from gimbal_jax.config import MeshConfig, ModelConfig
+from gimbal_jax.scheduler.counts_file import load_placement_of, save_counts, save_placement
 from gimbal_jax.serving.placement.rebalance import ClosedWindow
 
 MAX_PENDING = 16
 """Windows that may wait for the disk; one more is left out."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -69,3 +73,33 @@ class CountsDump:
             if self._said_failed:
                 _log.warning("windows are written again from step %d on; %d were lost", window.step, self._failed)
                 self._said_failed = False
+
+
+_log = logging.getLogger(__name__)
+
+
+class PlacementState:
+    """A file that follows the placement, written on a thread of its own."""
+
+    def __init__(self, path: Path, model: ModelConfig, mesh: MeshConfig) -> None:
+        """Raises ValueError for a file that holds no placement of this model and mesh, OSError for a folder that
+        cannot be made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.found_LE = load_placement_of(path, model, mesh) if path.exists() else None
+        """What the file held; None if there was none."""
+        self._path, self._meta = path, {"ranks": mesh.ranks}
+        self._thread = ThreadPoolExecutor(1, "placement-state")
+
+    def keep(self, slot_of_expert_LE: np.ndarray) -> None:
+        """Write this placement soon; it must not change any more. For the engine thread: returns at once."""
+        self._thread.submit(self._write, slot_of_expert_LE)
+
+    def close(self) -> None:
+        """Wait until the last one is written."""
+        self._thread.shutdown()
+
+    def _write(self, slot_of_expert_LE: np.ndarray) -> None:
+        try:
+            save_placement(self._path, slot_of_expert_LE, self._meta)
+        except Exception as error:  # whatever it is, serving goes on
+            _log.warning("the placement is not kept: %s cannot be written: %s", self._path, error)

@@ -1,6 +1,25 @@
-"""Tokens per second of each engine, for load balancers that ask now and then."""
+"""Counters of the frontend since its start, and tokens per second."""
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """What happened since start, for metrics. Written on the event loop only."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Ended sequences by finish reason, "cancelled" (the client left) or "refused"."""
+    rules: Counter[str] = field(default_factory=Counter)
+    """Dispatch decisions by rule."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    started_tokens_S: list[int] = field(default_factory=list)
+    """Prompts of ended sequences that had started, in tokens."""
+    cached_tokens_S: list[int] = field(default_factory=list)
+    """Those of them that the prefix cache held."""
 
 
 class TokenRate:
