@@ -45,7 +45,7 @@ def step_of(config: ServerConfig, bucket: tuple[int, int]) -> Program:
 
 
 def rules_broken_by(program: Program, config: ServerConfig, bucket: tuple[int, int]) -> set[str]:
-    return {finding.rule for finding in step_findings(program, MODEL, config, H100, bucket, REQUEST.utilisation)}
+    return {one.rule for one in step_findings(program, MODEL, config, H100, bucket, REQUEST.utilisation)}
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sparse"])
@@ -118,5 +118,5 @@ def test_a_naive_migration_is_found(monkeypatch):
         return tuple(jax.lax.with_sharding_constraint(part[new_order], ranks) for part in weights)
 
     monkeypatch.setattr(compiled, "move_experts", naive)
-    broken = {finding.rule for finding in migration_findings(compile_migration(MODEL, CONFIG, H100), MODEL, CONFIG)}
+    broken = {one.rule for one in migration_findings(compile_migration(MODEL, CONFIG, H100), MODEL, CONFIG)}
     assert {"collectives", "temporaries"} <= broken
