@@ -21,9 +21,9 @@ from gimbal_jax.pallas_kernels.grouped_matmul import slots_bytes, temporary_byte
 from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
 SAMPLING_COPIES = 7
-"""Arrays of the size of the logits that exist together while sampling: the logits, four more that XLA allocates for
-H100, and two of scratch memory for the sort on the device. XLA reports 5.01 times the logits as temporaries of a decode
-step. Log probabilities of prompts have no more places in one block, and need as much."""
+"""Arrays of the size of the logits that exist together while sampling. They are the logits, four more that XLA
+allocates for H100, and two of scratch memory for the sort on the device. XLA reports 5.01 times the logits as
+temporaries of a decode step. Log probabilities of prompts have no more places in one block, and need as much."""
 SPLIT_ROWS = 264 * 128
 """Rows of float32 partial results if blocks of the attention kernel share a context: at most 264 blocks of 2 * 64
 rows."""
@@ -167,7 +167,7 @@ def kv_bytes_per_token(model: ModelConfig, tp: int = 1) -> int:
 
 
 def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) -> int:
-    """What ``move_experts`` needs on each device: the rows that it sends, and as many received."""
+    """Return the buffers of ``move_experts`` on each device: the rows that it sends, and as many received ones."""
     return 2 * mesh.ranks * rows_per_pair * expert_bytes(model)
 
 

@@ -183,17 +183,17 @@ def test_one_error_names_all_wrong_tensors(copy):
         tensors["model.spare"] = tensors.pop(NORM)
         tensors[ROUTER] = tensors[ROUTER][:4]
 
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         load(copy(change))
     for name in (NORM, "model.spare", ROUTER):
-        assert name in str(refused.value)
+        assert name in str(rejected.value)
 
 
 def test_many_missing_tensors_are_counted_not_listed(copy):
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         load(copy(lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts" in name]))
-    assert "and 67 more" in str(refused.value)
-    assert str(refused.value).count("experts") == 5
+    assert "and 67 more" in str(rejected.value)
+    assert str(rejected.value).count("experts") == 5
 
 
 def test_a_truncated_file_is_rejected_and_named(copy):

@@ -135,9 +135,9 @@ def test_is_orbax(saved, case):
     ids=str,
 )
 def test_a_configuration_that_does_not_fit_is_rejected_and_named(saved, changes, name):
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         restore(saved, replace(load_config(saved), **changes))
-    assert name in str(refused.value) and str(saved) in str(refused.value)
+    assert name in str(rejected.value) and str(saved) in str(rejected.value)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

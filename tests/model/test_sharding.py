@@ -35,17 +35,17 @@ def test_meshes_that_fit(dp, tp):
     ],
 )
 def test_meshes_that_do_not_fit_are_rejected_with_one_reason(changes, mesh, message):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         check_mesh(replace(MODEL, **changes), mesh)
-    assert str(refused.value).startswith(message)
-    assert ";" not in str(refused.value).replace("; [", "")
+    assert str(rejected.value).startswith(message)
+    assert ";" not in str(rejected.value).replace("; [", "")
 
 
 def test_one_error_names_all_broken_rules():
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         check_mesh(MODEL, MeshConfig(1, 3))
     for name in ("num_attention_heads", "vocab_size", "num_key_value_heads", "num_experts"):
-        assert name in str(refused.value)
+        assert name in str(rejected.value)
 
 
 def test_intermediate_size_matters_only_with_dense_layers():
