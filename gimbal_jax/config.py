@@ -160,8 +160,6 @@ class DispatchConfig:
     """Weights of KV use and of excess expert pressure in the score, each times the token budget."""
     expert_pressure: PressureForm = "sum"
     """Pressure of an engine's ranks: what they process together, or what the fullest of them does, layer by layer."""
-    affinity: bool = False
-    """Whether engines with close scores are told apart by how near the experts are that a prompt is likely to use."""
     close_scores: float = 0.37
     """Scores within this share of the token budget are equal (3,000 of 8,192 tokens in the paper)."""
 
@@ -181,7 +179,7 @@ class PlacementConfig:
 
     ``alpha``, ``beta``, ``gamma`` weigh communication, load and moves (see ``Objective``).
     The paper's (1, 0.0025, 1) is for another normalisation; here it leaves the load nearly as uneven
-    as it was. By the paper's criterion (section 6) ``python scripts/calibrate_placement.py`` finds
+    as it was. By the paper's criterion (section 6) ``python research/calibrate_placement.py`` finds
     (1, 0.2, 0.1). The default weighs load more, since locality that one window shows is partly chance:
     later windows are more even under it, and within a node only even loads save time
     (tests/scheduler/test_unseen_windows.py).

@@ -20,8 +20,8 @@ from gimbal_jax.model.step import check_kernels
 from gimbal_jax.planning.cost import decode_seconds, far_exchange_bytes, prefill_seconds, tensor_parallel_bytes
 from gimbal_jax.planning.gpus import Gpu
 from gimbal_jax.planning.links import Link
-from gimbal_jax.serving.batch import step_buckets
-from gimbal_jax.serving.engine import check_limits
+from gimbal_jax.serving.engine.limits import check_limits
+from gimbal_jax.serving.runtime.batch import step_buckets
 
 CLOSE = 0.05
 """Rates that differ by less are equal: floors cannot tell them apart."""

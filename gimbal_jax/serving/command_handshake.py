@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gimbal_jax.serving.api_keys import read_text
-from gimbal_jax.serving.certificates import pinned_context, server_context
 from gimbal_jax.serving.command_link import ChannelError, Keys
+from gimbal_jax.serving.network.api_keys import read_text
+from gimbal_jax.serving.network.tls import pinned_context, server_context
 
 MIN_SECRET_LENGTH = 16
 

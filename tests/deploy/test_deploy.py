@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.config import NetworkConfig
-from gimbal_jax.serve_options import ServeOptions
 from gimbal_jax.version import __version__
-from tests.test_cli import gimbal
+from tests.cli.test_main import gimbal
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -117,7 +117,7 @@ def test_ports_agree_everywhere():
 
 
 def test_probes_ask_what_the_operators_port_answers():
-    from gimbal_jax.serving import operators
+    from gimbal_jax.serving.monitoring import operators
 
     source = Path(operators.__file__).read_text()
     for probe, path in [("startupProbe", "/ready"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")]:

@@ -14,11 +14,11 @@ import pytest
 import typer
 import yaml
 
-from gimbal_jax.cli import app
-from gimbal_jax.processes import explicit_processes
-from gimbal_jax.serve_options import ServeOptions
+from gimbal_jax.cli.main import app
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.processes import explicit_processes
+from tests.cli.test_main import gimbal
 from tests.deploy.test_deploy import CONTAINER, DEPLOY, POD, VERSIONS, documents, of_kind, tool
-from tests.test_cli import gimbal
 
 GROUP_FOLDER = DEPLOY / "leaderworkerset"
 SBATCH = DEPLOY / "slurm" / "gimbal.sbatch"

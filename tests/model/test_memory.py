@@ -24,7 +24,7 @@ from gimbal_jax.model.memory import (
 from gimbal_jax.model.sharding import RANKS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.model.step import abstract_model, abstract_state
-from gimbal_jax.serving.batch import blank
+from gimbal_jax.serving.runtime.batch import blank
 
 QWEN = PRESETS["Qwen3-30B-A3B"]
 SMALL = {name: replace(model, num_layers=3, moe_layers=(0, 2)) for name, model in PRESETS.items()}

@@ -15,7 +15,7 @@ from gimbal_jax.model.inputs import step_shape
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import abstract_model, abstract_state, step
 from gimbal_jax.model.transformer import StepLayout
-from gimbal_jax.serving.batch import blank
+from gimbal_jax.serving.runtime.batch import blank
 
 MODEL = replace(PRESETS["Qwen3-30B-A3B"], num_layers=2, moe_layers=(1,), vocab_size=1000, hidden_size=64)
 ENGINE = EngineConfig(max_model_len=256, page_size=16, num_pages=40, max_rows=8, tile=32, token_budget=128)

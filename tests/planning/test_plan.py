@@ -26,7 +26,7 @@ from gimbal_jax.planning.plan import (
     smallest_count,
 )
 from gimbal_jax.planning.plan_report import heading, nothing_fits, plan_json, plan_lines, plan_table
-from gimbal_jax.serving.batch import step_buckets
+from gimbal_jax.serving.runtime.batch import step_buckets
 
 QWEN, LARGE = PRESETS["Qwen3-30B-A3B"], PRESETS["Qwen3-235B-A22B"]
 H100, H200 = gpu_kinds()["H100"], gpu_kinds()["H200"]

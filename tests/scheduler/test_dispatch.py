@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig, DispatchPolicy
-from gimbal_jax.scheduler.dispatch import NEARER, Decision, choose_engine, least
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, least
 from tests.scheduler.views import BUDGET, any_view, trace, view
 
 GIMBAL = DispatchConfig()
-AFFINITY = DispatchConfig(affinity=True)
-CLOSE = AFFINITY.close_scores * BUDGET
 
 
 def test_score_adds_tokens_cache_and_expert_pressure():
@@ -180,83 +179,6 @@ def test_the_other_policies_know_no_cache(policy, state):
     assert choose_engine(state, config, BUDGET) == choose_engine(
         replace(state, cached_tokens_S=nothing), config, BUDGET
     )
-
-
-def test_of_engines_with_close_scores_the_nearest_and_of_those_the_least_loaded():
-    loads = [370, 100, 90, 0, 371]
-    state = view(
-        *(trace(waiting_prefill_tokens=load) for load in loads), distance_S=(-0.2, -0.195, 0.1, 0.05, -0.9), turn=2
-    )
-    decision = choose_engine(state, AFFINITY, BUDGET)
-    assert (decision.engine, decision.rule) == (1, "affinity")
-    # 0.3 farther is thirty times what makes a difference, and that is worth all that counts as close
-    assert decision.terms["distance"] == pytest.approx((0, 0, 30 * 370, 25 * 370, 0))
-    assert decision.explain().splitlines()[4] == "  engine 3: 9250 = 9250 distance"
-    too_busy = replace(state, traces=(*state.traces[:1], trace(waiting_prefill_tokens=371), *state.traces[2:]))
-    assert choose_engine(too_busy, AFFINITY, BUDGET).engine == 0
-    cached = replace(state, prompt_tokens=200, cached_tokens_S=(0, 0, 0, 100, 0))
-    assert choose_engine(cached, AFFINITY, BUDGET) == choose_engine(cached, GIMBAL, BUDGET)
-
-
-@st.composite
-def about_equal_engines(draw):
-    """Often with close scores, sometimes with a full cache or a hit."""
-    engines = draw(st.integers(2, 5))
-
-    def per_engine(values):
-        return tuple(draw(st.lists(values, min_size=engines, max_size=engines)))
-
-    some_trace = st.builds(
-        trace, waiting_prefill_tokens=st.integers(0, 500), kv_use=st.sampled_from([0.0] * 12 + [0.1, 0.93])
-    )
-    return view(
-        *per_engine(some_trace),
-        compensation_S=per_engine(st.integers(0, 100)),
-        prompt_tokens=200,
-        cached_tokens_S=draw(
-            st.just((0,) * engines) | st.just((100,) * engines) | st.just((100,) + (0,) * (engines - 1))
-        ),
-        distance_S=per_engine(st.sampled_from([0.0, 0.005, -0.3, 0.02]) | st.floats(-1, 1)),
-        turn=draw(st.integers(0, engines - 1)),
-    )
-
-
-@given(about_equal_engines() | any_view())
-def test_affinity_goes_against_neither_guard_nor_load_nor_what_is_cached(state):
-    decision, before = (choose_engine(state, config, BUDGET) for config in (AFFINITY, GIMBAL))
-    if decision.rule != "affinity":
-        assert decision == before
-        return
-    assert before.rule in ("close", "least_score") and len(set(before.terms.get("uncached", ()))) <= 1
-    scores_S, chosen = before.scores_S, decision.engine
-    assert chosen is not None and scores_S[chosen] - min(scores_S) <= CLOSE
-    close = [engine for engine, score in enumerate(scores_S) if score - min(scores_S) <= CLOSE]
-    distance_S, nearest = state.distance_S, min(state.distance_S[engine] for engine in close)
-    assert distance_S[chosen] - nearest <= NEARER < max(distance_S[engine] for engine in close) - nearest
-    equally_near = [engine for engine in close if distance_S[engine] - nearest <= NEARER]
-    assert scores_S[chosen] == pytest.approx(min(scores_S[engine] for engine in equally_near))
-
-
-@given(any_view(), st.floats(-1, 1), st.lists(st.floats(0, NEARER), min_size=5, max_size=5))
-def test_equal_distances_and_noise_change_nothing(state, distance, noise):
-    alike_S = tuple(distance + noise[engine] / 2 for engine in range(len(state.traces)))
-    as_before = choose_engine(replace(state, distance_S=()), GIMBAL, BUDGET)
-    assert choose_engine(replace(state, distance_S=alike_S), AFFINITY, BUDGET) == as_before
-
-
-@pytest.mark.parametrize("policy", get_args(DispatchPolicy))
-@given(state=any_view())
-def test_without_affinity_and_under_other_policies_distance_means_nothing(policy, state):
-    for config in DispatchConfig(policy=policy), DispatchConfig(policy=policy, affinity=policy != "gimbal"):
-        assert choose_engine(state, config, BUDGET) == choose_engine(replace(state, distance_S=()), config, BUDGET)
-
-
-def test_equally_near_idle_engines_go_in_turn():
-    near_S = (0.1, -0.1, -0.1, 0.1)
-    chosen = [
-        choose_engine(view(*[trace()] * 4, distance_S=near_S, turn=turn), AFFINITY, BUDGET).engine for turn in range(4)
-    ]
-    assert chosen == [1, 1, 2, 1]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())

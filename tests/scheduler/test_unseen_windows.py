@@ -18,7 +18,7 @@ DRIFTING = replace(ALIKE, persistence=0.5, drift=0.2)
 STICKY = replace(ALIKE, persistence=1.0)
 DEFAULT = PlacementConfig()
 PAPERS_CRITERION = replace(DEFAULT, beta=0.2)
-"""The weights that scripts/calibrate_placement.py finds by the paper's criterion."""
+"""The weights that research/calibrate_placement.py finds by the paper's criterion."""
 
 
 def serve(traffic: WindowConfig, config: PlacementConfig) -> tuple[float, int]:

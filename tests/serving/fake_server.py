@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import (
     DispatchConfig,
     EngineConfig,
@@ -23,15 +24,16 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
+from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.frontend import NotServing, QueueFull
-from gimbal_jax.serving.grpc_server import serve
-from gimbal_jax.serving.histogram import HistogramRecord
-from gimbal_jax.serving.model_files import ModelFiles
-from gimbal_jax.serving.prefix import PageNews, StoredPage
-from gimbal_jax.serving.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.status import PhaseTimes, PlacementRecord, PlacementTotals, QueueHead, State, Status
+from gimbal_jax.serving.core.status import State, Status
+from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
+from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.queue import QueueHead
+from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
+from gimbal_jax.serving.rpc.model_files import ModelFiles
+from gimbal_jax.serving.rpc.server import serve
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -100,7 +102,6 @@ class FakeCore:
         self.model, self.config, self.state = model, config, state
         self.error = ""
         self.traces: tuple[Trace, ...] = ()
-        self.distance_BS: np.ndarray | None = None
         self.central_queue = 0
         self.on_outputs = lambda outputs: None
         self.on_bound = lambda now, bound: None

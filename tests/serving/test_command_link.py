@@ -14,7 +14,7 @@ import pytest
 from gimbal_jax.serving import command_link
 from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
 from gimbal_jax.serving.command_link import FRAME_BYTES, ChannelError, Keys, Kind, Link, PeerLost
-from tests.serving.test_tls import Authority
+from tests.serving.rpc.test_tls import Authority
 
 LEADS, FOLLOWS = b"leads" * 8, b"follows" * 8
 
