@@ -77,6 +77,7 @@ class DeviceBytes:
     weights: WeightBytes
     """Weights."""
     migration: int
+    """Buffers of ``move_experts``; 0 if no experts move."""
     step: StepBytes
     """Temporary memory of the largest step."""
     tables: int
@@ -112,7 +113,12 @@ class DeviceBytes:
 
 
 def device_bytes(
-    model: ModelConfig, config: ServerConfig, bucket: tuple[int, int], backend: Backend = "mosaic"
+    model: ModelConfig,
+    config: ServerConfig,
+    bucket: tuple[int, int],
+    backend: Backend = "mosaic",
+    *,
+    start_placement: bool = False,
 ) -> DeviceBytes:
     """Return the bytes that a server with these settings needs on each device.
 
@@ -121,8 +127,10 @@ def device_bytes(
       config: settings with a mesh that passes ``check_mesh``; ``engine.num_pages`` has no effect.
       bucket: (decode rows, prefill tiles) of the largest step.
       backend: which form of the kernels the devices run.
+      start_placement: whether experts move to a given placement before serving. They do so under ``static`` too.
     """
     engine, mesh = config.engine, config.mesh
+    moves = start_placement or config.placement.policy != "static"
     _, groups = group_sizes(*bucket, engine.tile)
     layers_and_experts = len(model.moe_layers) * model.num_experts
     # Old counts, new counts and placement; then page tables and last tokens. All are int32.
@@ -130,7 +138,7 @@ def device_bytes(
     tables += 2 * rare_bytes(model.vocab_size, engine)
     return DeviceBytes(
         weights=weight_bytes(model, mesh),
-        migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
+        migration=migration_bytes(model, mesh, config.placement.rows_per_pair) if moves else 0,
         step=step_bytes(model, mesh, engine, bucket, backend),
         tables=tables,
         page=engine.page_size * kv_bytes_per_token(model, mesh.tp),
