@@ -72,6 +72,7 @@ def resolve_model(
         "allow_patterns": list(FILES),
         "ignore_patterns": ["*/*"],
     }
+    # Errors of the hub library become ValueError for a wrong name, and OSError for a failed download.
     try:
         total = _check_files(request, cache_dir or Path(constants.HF_HUB_CACHE))
         return Path(snapshot_download(**request, tqdm_class=_reporter(progress, total)))
