@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # of its HTTP library
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
