@@ -6,8 +6,10 @@ import ssl
 
 import pytest
 
+from gimbal_jax.processes import Processes
+from gimbal_jax.serve_group import command_tls
+from gimbal_jax.serve_options import ServeOptions
 from gimbal_jax.serving.certificates import pinned_context, server_context
-from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
 from tests.serving.test_tls import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
@@ -23,6 +25,14 @@ def authority(tmp_path_factory):
 
 def files(authority, name):
     return authority.folder / f"{name}.pem", authority.folder / f"{name}.key"
+
+
+def leader_tls(cert, key):
+    return command_tls(Processes(2, 0, ("host", 1), 2), ServeOptions("m", command_cert=cert, command_key=key))
+
+
+def follower_tls(cert):
+    return command_tls(Processes(2, 1, ("host", 1), 2), ServeOptions("m", command_cert=cert))
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
