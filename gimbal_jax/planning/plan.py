@@ -199,7 +199,12 @@ def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[l
         "exchange": request.engine.exchange,
         "memory-utilisation": request.utilisation,
     }
-    together = {"coordinator": COORDINATOR, "secret-file": SECRET_FILE, "processes": mesh.nodes}
+    together = {
+        "coordinator": COORDINATOR,
+        "secret-file": SECRET_FILE,
+        "trusted-network": "on",
+        "processes": mesh.nodes,
+    }
     of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]
     return [
         [
