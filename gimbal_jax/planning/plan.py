@@ -228,6 +228,7 @@ def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[l
     together: dict[str, int | float | str] = {
         "coordinator": COORDINATOR,
         "secret-file": SECRET_FILE,
+        "trusted-network": "on",
         "processes": mesh.nodes,
     }
     of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]

@@ -98,9 +98,13 @@ class ServeOptions:
         ),
     ] = None
     command_cert: Annotated[
-        Path | None, _processes(help="PEM file of the one certificate that followers accept: commands go by TLS.")
+        Path | None, _processes(help="PEM file of the only certificate that followers accept: commands use TLS.")
     ] = None
     command_key: Annotated[Path | None, _processes(help="PEM file of its private key; process 0 needs it.")] = None
+    trusted_network: Annotated[
+        Literal["on", "off"],
+        _processes(help="Allow commands without TLS between hosts: only on a network where every host is trusted."),
+    ] = "off"
 
     max_model_len: Annotated[
         int | None, _engine(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")

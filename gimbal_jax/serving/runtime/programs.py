@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.serving.agreement import PACKAGE, PACKAGES, installed_version, sources_digest
+from gimbal_jax.serving.runtime.environment import PACKAGE, PACKAGES, installed_version, sources_digest
 
 MAX_BYTES = 2 * 2**30
 """Of all programs in a folder; those of the configurations that were not used for longest go first."""
