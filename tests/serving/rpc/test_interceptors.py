@@ -1,4 +1,4 @@
-"""API keys and the limits of each client, over real sockets."""
+"""API keys, limits of each client, and bytes that are no message, over real sockets."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2, control_pb2_grpc
-from gimbal_jax.serving.rpc import interceptors as access
-from gimbal_jax.serving.rpc import listen as network
+from gimbal_jax.serving.rpc import interceptors
+from gimbal_jax.serving.rpc.listen import MAX_METADATA_BYTES
 from tests.serving.fake_server import FakeCore, running_server, until
 
 KEY, OLD_KEY, OTHER_KEY = "right-key-0123456789", "old-key-0123456789ab", "other-key-0123456789"
@@ -40,8 +40,8 @@ def key_file(tmp_path):
     "peer, client",
     [("ipv4:10.0.0.7:5012", "10.0.0.7"), ("ipv6:%5Bfe80::1%25eth0%5D:5012", "fe80::1%eth0"), ("", "")],
 )
-def test_an_address_has_no_port(peer, client):
-    assert access._address(peer) == client
+def test_addresses_have_no_port(peer, client):
+    assert interceptors._address(peer) == client
 
 
 def run(test, core, config, **options):
@@ -76,7 +76,7 @@ async def reflect():
     yield reflection_pb2.ServerReflectionRequest(list_services="")
 
 
-async def says_nothing():
+async def send_nothing():
     await asyncio.Event().wait()
     yield
 
@@ -91,7 +91,7 @@ def calls_of_every_kind(channel, metadata):
     ]
 
 
-def test_right_wrong_missing_and_expired_keys_at_every_service(key_file):
+def test_every_service_checks_keys(key_file):
     async def test(channel):
         async def outcomes(metadata):
             return [await outcome(call) for call in calls_of_every_kind(channel, metadata)]
@@ -113,10 +113,10 @@ def test_right_wrong_missing_and_expired_keys_at_every_service(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file), wall_clock=lambda: EXPIRY)
 
 
-def test_a_refused_call_that_sends_nothing_ends_too(key_file):
+def test_a_rejected_call_that_sends_nothing_ends(key_file):
     async def test(channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        code, _ = await outcome(stub.ServerReflectionInfo(says_nothing()))
+        code, _ = await outcome(stub.ServerReflectionInfo(send_nothing()))
         assert code is CODES.UNAUTHENTICATED
 
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
@@ -134,7 +134,7 @@ def test_health_needs_no_key(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
 
 
-def test_an_unknown_method_is_unimplemented_for_those_who_may_call(key_file):
+def test_an_unknown_method_is_unimplemented_only_with_a_key(key_file):
     async def test(channel):
         method = channel.unary_unary("/no.Service/Method")
         assert (await outcome(method(b"", metadata=bearer(KEY))))[0] is CODES.UNIMPLEMENTED
@@ -168,7 +168,7 @@ def test_streams_of_each_client_are_limited(key_file):
     run(test, core, NetworkConfig(port=0, api_keys=key_file, max_streams_per_client=3))
 
 
-def test_without_keys_clients_are_their_addresses():
+def test_without_keys_clients_are_named_by_address():
     core = FakeCore(paused=True)
 
     async def test(channel):
@@ -183,15 +183,42 @@ def test_without_keys_clients_are_their_addresses():
     run(test, core, NetworkConfig(port=0, max_streams_per_client=1))
 
 
-def test_long_messages_and_metadata_are_refused():
+def test_long_messages_and_metadata_are_rejected():
     async def test(channel):
         stub = pb_grpc.VllmEngineStub(channel)
         text = "x" * 2**20
         code, details = await outcome(stub.Generate(pb.GenerateRequest(text=text)))
         assert code is CODES.RESOURCE_EXHAUSTED and "larger than max" in details
-        code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * network.MAX_METADATA_BYTES),)))
+        code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * MAX_METADATA_BYTES),)))
         assert code is CODES.RESOURCE_EXHAUSTED
-        for _ in range(20):  # grpc's own default refuses some of those that come near the limit
+        for _ in range(20):  # grpc's own default rejects some of those that come near the limit
             assert await outcome(stub.Generate(request(), metadata=(("k", "x" * 15_000),))) == (CODES.OK, "")
 
     run(test, FakeCore(), NetworkConfig(port=0, max_message_mib=1))
+
+
+METHODS = (
+    "/vllm.grpc.engine.VllmEngine/Generate",
+    "/vllm.grpc.engine.VllmEngine/Abort",
+    "/gimbal.v1.Control/GetCounts",
+)
+NONSENSE, CUT, NOT_UTF8 = b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe"
+MALFORMED = [(method, data) for method in METHODS for data in (NONSENSE, CUT)]
+
+
+@pytest.mark.parametrize(("method", "data"), [*MALFORMED, (METHODS[0], NOT_UTF8), (METHODS[1], NOT_UTF8)])
+def test_bytes_that_are_no_message_are_an_invalid_argument(method, data, caplog):
+    async def test(channel):
+        code, details = await outcome(channel.unary_stream(method)(data, timeout=5))
+        assert code is CODES.INVALID_ARGUMENT and "the request is no message" in details
+
+    run(test, FakeCore(), NetworkConfig(port=0))
+    assert not caplog.records
+
+
+def test_no_bytes_are_an_empty_message():
+    async def test(channel):
+        method = channel.unary_stream("/vllm.grpc.engine.VllmEngine/HealthCheck")
+        assert b"".join([part async for part in method(b"", timeout=5)])
+
+    run(test, FakeCore(), NetworkConfig(port=0))
