@@ -91,7 +91,7 @@ def calls_of_every_kind(channel, metadata):
     ]
 
 
-def test_every_service_checks_keys(key_file):
+def test_every_service_requires_a_valid_key(key_file):
     async def test(channel):
         async def outcomes(metadata):
             return [await outcome(call) for call in calls_of_every_kind(channel, metadata)]
