@@ -1,4 +1,4 @@
-"""API keys: the file that holds them, and what a call shows."""
+"""API keys: the file that holds them, and the check of a call's key."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gimbal_jax.exceptions import Unauthenticated
 
 MIN_KEY_LENGTH = 16
 GATEWAY = "gateway"
-"""The name of our own HTTP gateway as a client, which no key may have."""
+"""Name of our own HTTP gateway as a client. No key may have this name."""
 
-_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # what a bearer token can be (RFC 6750)
+_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # the form of a bearer token (RFC 6750)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One API key. The key itself is not kept."""
+    """One API key, without the key itself."""
 
     digest: bytes
-    """Its SHA-256."""
+    """SHA-256 of the key."""
     name: str
     expires: float | None = None
-    """Unix time in seconds; None never."""
+    """Unix time in seconds; None if the key does not expire."""
 
 
 def new_key(key: str, name: str, expires: float | None = None) -> Key:
@@ -58,7 +58,7 @@ def read_key_file(field: str, path: Path, add: Callable[[int, Sequence[str]], No
     lines = read_text(field, path).splitlines()
     filled = [(number, words) for number, line in enumerate(lines, 1) if (words := line.partition("#")[0].split())]
     if not filled:
-        raise ValueError(f"{field} {path}: holds no key")
+        raise ValueError(f"{field} {path}: contains no key")
     for number, words in filled:
         try:
             add(number, words)
@@ -77,7 +77,7 @@ def load_keys(path: Path) -> tuple[Key, ...]:
     def add(number: int, words: Sequence[str]) -> None:
         key = _parse_key(words)
         if key.digest in keys:
-            raise ValueError("the key stands in the file twice")
+            raise ValueError("the key is in the file twice")
         keys[key.digest] = key
 
     read_key_file("api_keys", path, add)
@@ -85,14 +85,17 @@ def load_keys(path: Path) -> tuple[Key, ...]:
 
 
 def authenticate(authorization: str | None, keys: Collection[Key], now: float) -> Key:
-    """The key of a call's ``authorization`` metadata; raises Unauthenticated. ``now`` is Unix time in seconds."""
+    """Return the key of a call's ``authorization`` metadata. Raises Unauthenticated.
+
+    ``now`` is Unix time in seconds.
+    """
     if authorization is None:
         raise Unauthenticated("no API key: the call needs the metadata 'authorization: Bearer KEY'")
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer":
         raise Unauthenticated("authorization must be 'Bearer KEY'")
     digest = hashlib.sha256(given.strip().encode()).digest()
-    # Hashes of equal length, each compared in constant time: how long it takes tells nothing of a key.
+    # Hashes have equal length, and each is compared in constant time, so the duration reveals nothing of a key.
     found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
     if not found:
         raise Unauthenticated("wrong API key")
@@ -107,9 +110,9 @@ def _parse_key(words: Sequence[str]) -> Key:
     key, name, expires = (*words, "", "")[:3]
     check_key(key)
     if name == GATEWAY:
-        raise ValueError(f"the name {GATEWAY!r} is the HTTP gateway's own")
+        raise ValueError(f"the name {GATEWAY!r} is reserved for the HTTP gateway")
     if _is_time(name):
-        raise ValueError(f"{name} stands in the place of the name; EXPIRES comes after it")
+        raise ValueError(f"{name} is in the place of the name; EXPIRES comes after the name")
     if not name:
         name = f"key-{new_key(key, '').digest.hex()[:8]}"
     return new_key(key, name, _unix_time(expires) if expires else None)

@@ -23,7 +23,7 @@ Propose = Callable[[np.ndarray, np.ndarray, MeshConfig, PlacementConfig], Propos
 
 
 @dataclass(frozen=True)
-class Evenness:
+class PlacementStats:
     """How a placement spreads the traffic of a window."""
 
     imbalance: float
@@ -44,16 +44,16 @@ class Decision:
     seconds: float
     achieved_gain: float | None
     """Of the placement in force, where it was still to be judged."""
-    before: Evenness
-    after: Evenness
+    before: PlacementStats
+    after: PlacementStats
     """Of the window, under the placement in force and under the one to come."""
 
 
-def evenness(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> Evenness:
+def placement_stats(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> PlacementStats:
     """Takes milliseconds with many sources."""
     placed = counts_LSE, slot_of_expert_LE
     imbalance = float(imbalance_L(*placed, mesh.ranks).mean())
-    return Evenness(imbalance, remote_share(*placed, mesh.ranks), far_share(*placed, mesh))
+    return PlacementStats(imbalance, remote_share(*placed, mesh.ranks), far_share(*placed, mesh))
 
 
 def decide(
@@ -70,9 +70,9 @@ def decide(
     rounds = rounds_between(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
     seconds = time.perf_counter() - began
     gain = None if left_slot_LE is None else gain_of(window_LSE, slot_of_expert_LE, left_slot_LE, config)
-    before = after = evenness(window_LSE, slot_of_expert_LE, config.mesh)
+    before = after = placement_stats(window_LSE, slot_of_expert_LE, config.mesh)
     if proposal.apply:
-        after = evenness(window_LSE, proposal.slot_of_expert_LE, config.mesh)
+        after = placement_stats(window_LSE, proposal.slot_of_expert_LE, config.mesh)
     return Decision(proposal, rounds, seconds, gain, before, after)
 
 
@@ -96,9 +96,9 @@ def gain_of(
     apart_SR = distance_SR(config.mesh, weights.far_distance)
     before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, apart_SR, weights).mean())
     after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, apart_SR, weights).mean())
-    return share_saved(before, after)
+    return relative_gain(before, after)
 
 
-def share_saved(before: float, after: float) -> float | None:
+def relative_gain(before: float, after: float) -> float | None:
     """None where there was nothing to save."""
     return 1 - after / before if before > 0 else None

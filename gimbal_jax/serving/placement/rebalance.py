@@ -18,12 +18,12 @@ from gimbal_jax.scheduler.traffic import expert_pressure_S, smooth_windows
 from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.placement.decision import (
     Decision,
-    Evenness,
+    PlacementStats,
     Propose,
     decide,
-    evenness,
+    placement_stats,
+    relative_gain,
     rounds_between,
-    share_saved,
 )
 from gimbal_jax.serving.placement.expert_counts import StepCounts
 from gimbal_jax.serving.placement.records import Outcome, PlacementRecord, PlacementTotals
@@ -178,7 +178,7 @@ class Rebalancer:
         assert self._decision is not None
         future, self._decision = self._decision, None
         if error := future.exception():
-            as_it_was = evenness(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh)
+            as_it_was = placement_stats(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh)
             record = self._record(now, step, "failed", f"decision failed: {error}", as_it_was, as_it_was)
             self.records.append(record)
             self._add(failed_decisions=1)
@@ -221,7 +221,7 @@ class Rebalancer:
             self.records[-1] = replace(self.records[-1], outcome="applied")
             self.experts_moved += self.records[-1].experts_moved
             self.last_rebalance = now
-            predicted = share_saved(self.records[-1].cost_before, self.records[-1].cost_after)
+            predicted = relative_gain(self.records[-1].cost_before, self.records[-1].cost_after)
             self._add(applied=1)
             self.totals = replace(self.totals, predicted_gain=predicted, achieved_gain=None)
 
@@ -234,8 +234,8 @@ class Rebalancer:
         step: int,
         outcome: Outcome,
         reason: str,
-        before: Evenness,
-        after: Evenness,
+        before: PlacementStats,
+        after: PlacementStats,
         proposal: Proposal | None = None,
     ) -> PlacementRecord:
         return PlacementRecord(

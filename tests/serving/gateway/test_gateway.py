@@ -1,4 +1,4 @@
-"""The gateway's log and who may call its port; the real one runs in tests/e2e/test_gateway.py."""
+"""The gateway's log, its restarts and the callers of its port. The real gateway runs in tests/e2e/test_gateway.py."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from gimbal_jax.serving.network.ports import free_port
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "logged"),
     [
         ({"level": "WARN", "message": "slow", "target": "smg::x"}, "gateway: warn: slow"),
         (
@@ -33,8 +33,8 @@ from gimbal_jax.serving.network.ports import free_port
         ("", None),
     ],
 )
-def test_its_log_is_ours_with_a_prefix(line, said):
-    assert log_line(line if isinstance(line, str) else json.dumps(line)) == said
+def test_gateway_log_gets_a_prefix_and_is_filtered(line, logged):
+    assert log_line(line if isinstance(line, str) else json.dumps(line)) == logged
 
 
 def row(local: int, remote: int, uid: int, local_host: str = "0100007F") -> str:
@@ -55,7 +55,7 @@ def row(local: int, remote: int, uid: int, local_host: str = "0100007F") -> str:
         ("unix:/tmp/socket", row(40000, 50051, os.getuid()), False),
     ],
 )
-def test_only_processes_of_our_user_are_our_own(tmp_path, peer, rows, own):
+def test_only_processes_of_our_user_and_root_are_our_own(tmp_path, peer, rows, own):
     table = tmp_path / "tcp"
     table.write_text(
         "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n" + rows
@@ -64,7 +64,7 @@ def test_only_processes_of_our_user_are_our_own(tmp_path, peer, rows, own):
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc")
-def test_a_real_connection_of_ours_is_our_own():
+def test_real_connection_of_this_process_is_our_own():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -74,26 +74,26 @@ def test_a_real_connection_of_ours_is_our_own():
     assert not is_own_peer("ipv4:127.0.0.1:1", port)
 
 
-def test_one_that_hangs_is_killed_and_started_anew(tmp_path, monkeypatch):
+def test_gateway_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
     monkeypatch.setattr(gateway, "CHILD", "tests.serving.gateway.hanging_gateway")
     monkeypatch.setattr(gateway, "HUNG_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     port = free_port()
-    said: list[str] = []
-    again = asyncio.Event()
+    lines: list[str] = []
+    restarted = asyncio.Event()
 
-    def say(line: str) -> None:
-        said.append(line)
-        if sum("answers on" in one for one in said) == 2:
-            again.set()
+    def log(line: str) -> None:
+        lines.append(line)
+        if sum("answers on" in one for one in lines) == 2:
+            restarted.set()
 
     async def run() -> None:
-        running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), say).run(1))
-        await asyncio.wait_for(again.wait(), 30)
+        running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), log).run(1))
+        await asyncio.wait_for(restarted.wait(), 30)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
 
     asyncio.run(run())
-    assert said[1] == "the HTTP gateway has not answered for 0.5 s: it is killed"
-    assert said[2].startswith("the HTTP gateway ended (killed by SIGKILL); it starts again")
+    assert lines[1] == "the HTTP gateway has not answered for 0.5 s: it is killed"
+    assert lines[2].startswith("the HTTP gateway ended (killed by SIGKILL); it starts again")
