@@ -1,6 +1,6 @@
-"""Checks at every gRPC call: API keys, limits of each client, and requests that are no messages.
+"""Checks at every gRPC call: API keys, limits of each client, and malformed requests.
 
-``Access`` guards the public port, ``OwnProcesses`` the port of the HTTP gateway, ``WellFormed`` both against bad bytes.
+``Access`` and ``WellFormed`` guard the public port, ``OwnProcesses`` the port of our own HTTP gateway.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
 
 
 class WellFormed(grpc.aio.ServerInterceptor):
-    """Rejects bytes that are no message with INVALID_ARGUMENT. gRPC itself would answer UNKNOWN, a server error."""
+    """Rejects bytes that cannot be parsed with INVALID_ARGUMENT. gRPC itself would answer UNKNOWN, a server error."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -147,7 +147,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
     @contextlib.asynccontextmanager
     async def _check_message(self, request: object, context: Context) -> AsyncIterator[None]:
         if isinstance(request, DecodeError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no message: {request}")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be parsed: {request}")
         yield
 
 

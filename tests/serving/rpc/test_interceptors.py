@@ -1,4 +1,4 @@
-"""API keys, limits of each client, and bytes that are no message, over real sockets."""
+"""API keys, limits of each client, and malformed requests, over real sockets."""
 
 import asyncio
 import contextlib
@@ -207,16 +207,16 @@ MALFORMED = [(method, data) for method in METHODS for data in (NONSENSE, CUT)]
 
 
 @pytest.mark.parametrize(("method", "data"), [*MALFORMED, (METHODS[0], NOT_UTF8), (METHODS[1], NOT_UTF8)])
-def test_bytes_that_are_no_message_are_an_invalid_argument(method, data, caplog):
+def test_malformed_request_is_an_invalid_argument(method, data, caplog):
     async def test(channel):
         code, details = await outcome(channel.unary_stream(method)(data, timeout=5))
-        assert code is CODES.INVALID_ARGUMENT and "the request is no message" in details
+        assert code is CODES.INVALID_ARGUMENT and "the request cannot be parsed" in details
 
     run(test, FakeCore(), NetworkConfig(port=0))
     assert not caplog.records
 
 
-def test_no_bytes_are_an_empty_message():
+def test_empty_bytes_are_an_empty_request():
     async def test(channel):
         method = channel.unary_stream("/vllm.grpc.engine.VllmEngine/HealthCheck")
         assert b"".join([part async for part in method(b"", timeout=5)])
