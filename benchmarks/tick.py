@@ -1,4 +1,4 @@
-"""What a tick costs without the devices: ``Server.tick`` over a runner that has its results at once.
+"""What a tick costs without the devices: ``EngineCore.tick`` over a runner that has its results at once.
 
 The arrays of a step are made as for real devices (``serving.batch``), in numpy, and real results are read from them;
 nothing computes. So this is all that the engine thread does between two steps: for 2, 16 and 64 engines of 256 running
@@ -28,9 +28,9 @@ from gimbal_jax.config import GPU_ENGINE, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import StepOutputs, StepShape, step_shape
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from gimbal_jax.serving.engine.runner import Lap
 from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets
 
@@ -125,12 +125,12 @@ LOADS = (
 class Clients:
     """Keep so many requests in each engine; all their prompts are different."""
 
-    def __init__(self, server: Server, load: Load, running: int) -> None:
+    def __init__(self, server: EngineCore, load: Load, running: int) -> None:
         self._server, self._load = server, load
         self._serial = itertools.count()
         self._sent = [0] * len(server.engines)
         self._engine_of: dict[str, int] = {}
-        server.on_outputs = self._take
+        server.subscribe(self._take)
         self._ended: list[str] = []
         for engine in range(len(server.engines)):
             for place in range(running + load.waiting):
@@ -143,8 +143,8 @@ class Clients:
             self._send(self._engine_of.pop(name), self._load.output)
         self._ended.clear()
 
-    def _take(self, outputs: list[Output]) -> None:
-        self._ended += [output.request_id for output in outputs if output.finish_reason is not None]
+    def _take(self, news: TickNews) -> None:
+        self._ended += [output.request_id for output in news.outputs if output.finish_reason is not None]
 
     def _send(self, engine: int, output: int) -> None:
         serial = next(self._serial)
@@ -156,7 +156,7 @@ class Clients:
 
 
 @contextmanager
-def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server, Clients]]:
+def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
     """A server that is to be ticked by hand, with all rows running."""
     longest = load.prompt + load.output + 1
     engine = replace(
@@ -164,7 +164,7 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server,
     )
     config = ServerConfig(MeshConfig(engines, 1), engine)
     counts_LSE = np.random.default_rng(0).poisson(100, (LAYERS, engines, EXPERTS))
-    server = Server(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
+    server = EngineCore(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
     try:
         server.open()
         clients = Clients(server, load, rows)
@@ -176,7 +176,7 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server,
         server.stop()
 
 
-def tick_seconds(server: Server, clients: Clients, ticks: int) -> np.ndarray:
+def tick_seconds(server: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
     """Of each of so many ticks; the requests that come in between are not counted."""
     seconds = np.zeros(ticks)
     for i in range(ticks):

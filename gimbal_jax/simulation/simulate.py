@@ -1,6 +1,6 @@
 """A whole run under virtual time: arrivals are dispatched, engines tick, and clients are measured.
 
-Server, dispatcher, queues, traffic and placement are those that serve; devices, clock and clients are simulated.
+EngineCore, dispatcher, queues, traffic and placement are those that serve; devices, clock and clients are simulated.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
@@ -151,8 +151,8 @@ class _Simulation:
             overlapped=system.migration == "overlapped",
             on_time=self._observe,
         )
-        self._server = Server(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
-        self._server.on_outputs = self._deliver
+        self._server = EngineCore(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
+        self._server.subscribe(self._deliver)
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
@@ -208,10 +208,10 @@ class _Simulation:
         except QueueFull as error:
             self._finish(request_id, str(error))
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        """Take in the news of a tick, at the end of its step."""
+    def _deliver(self, news: TickNews) -> None:
+        """Process the news of a tick, at the end of its step."""
         now = self._clock.now
-        for output in outputs:
+        for output in news.outputs:
             seen = self._live[output.request_id]
             if seen.output_tokens == 0:
                 seen.ttft_s = now - seen.arrival_s

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import DispatchConfig, QueueConfig, ServerConfig
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
 from tests.serving.fake_server import running_server, until
 
 
 def serve(
-    runner: Runner, config: ServerConfig, test: Callable[[Server, GimbalClient], Coroutine[None, None, None]]
+    runner: Runner, config: ServerConfig, test: Callable[[EngineCore, GimbalClient], Coroutine[None, None, None]]
 ) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), running_server(server) as (client, *_):
@@ -22,7 +22,7 @@ def serve(
             await test(server, client)
 
     runner.begin_counts()()
-    server = Server(MODEL, config, runner)
+    server = EngineCore(MODEL, config, runner)
     server.start()
     try:
         asyncio.run(main())
@@ -37,7 +37,7 @@ async def generate(client: GimbalClient, name: str, done: list[str], **options) 
 
 
 def test_late_binding_says_why(runner):
-    async def test(server: Server, client: GimbalClient) -> None:
+    async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
         names = [f"r{i}" for i in range(24)]
         async with asyncio.TaskGroup() as group:
@@ -68,9 +68,9 @@ def test_priorities_order_the_queue(runner, monkeypatch):
         assert all_in.wait(30)
         return results()
 
-    async def test(server: Server, client: GimbalClient) -> None:
+    async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
-        frontend = server.on_outputs.__self__  # type: ignore[attr-defined]  # made by serve()
+        frontend = server._listeners[0].__self__  # type: ignore[attr-defined]  # made by serve()
         async with asyncio.TaskGroup() as group:
             group.create_task(generate(client, "first", done, token_ids=[1], max_tokens=2, engine=0))
             await until(stepping.is_set)

@@ -8,7 +8,7 @@ import pytest
 
 from gimbal_jax.bench.measurement import Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.plan import StepResult
 from gimbal_jax.simulation import simulate
 from gimbal_jax.simulation.routing import BALANCED, synthetic_router
@@ -66,7 +66,7 @@ def both(runner, config: ServerConfig, requests: int, longest_prompt: int, longe
         for a in arrivals
     ]
     timed = TimedRunner(runner, time.monotonic)
-    with running(Server(MODEL, config, timed)) as server:
+    with running(EngineCore(MODEL, config, timed)) as server:
         seen = open_loop(server, calls)
     costs = MeasuredCosts(timed.take_steps(), runner.buckets, config.engine.tile)
     router = synthetic_router(BALANCED, LAYERS, EXPERTS, TOP_K, seed=0)

@@ -44,7 +44,7 @@ from gimbal_jax.serving.runtime.devices import set_up_devices
 if TYPE_CHECKING:
     import jax
 
-    from gimbal_jax.serving.core.core import Server
+    from gimbal_jax.serving.core.core import EngineCore
     from gimbal_jax.serving.frontend.record import RequestRecord
     from gimbal_jax.serving.gateway.config import GatewayConfig
 
@@ -163,7 +163,7 @@ async def serve_checkpoint(
     """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code. Of many processes this one leads."""
     from gimbal_jax.model.orbax_checkpoint import save_orbax
     from gimbal_jax.scheduler.counts_file import load_placement_of
-    from gimbal_jax.serving.core.core import Server
+    from gimbal_jax.serving.core.core import EngineCore
     from gimbal_jax.serving.gateway.config import check_gateway
     from gimbal_jax.serving.gateway.gateway import Gateway
     from gimbal_jax.serving.placement.files import CountsDump, PlacementState
@@ -208,7 +208,7 @@ async def serve_checkpoint(
             mesh = replace(config.mesh, nodes=nodes_of(group.hosts, config.mesh))
             config = replace(config, mesh=mesh)
         executor = PlacementProcess()
-        server = Server(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
+        server = EngineCore(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
         if group is not None:
             group.when_lost(server.abandon)
 
@@ -261,7 +261,7 @@ async def serve_checkpoint(
     return 0
 
 
-def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:
+def _drain_on_signals(server: EngineCore, stop: asyncio.Event) -> None:
     """The first signal drains; a second one ends the process as if nothing heeded it."""
     loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
 

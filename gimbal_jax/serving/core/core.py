@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.request import Output, Request, reason_of
+from gimbal_jax.serving.engine.request import Request, TokenDelta, reason_of
 from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.placement.decision import Propose
 from gimbal_jax.serving.placement.files import CountsDump, PlacementState
@@ -39,13 +39,21 @@ class _InFlight:
     """When it was."""
 
 
-class Server:
-    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only.
+@dataclass(frozen=True, eq=False, slots=True)
+class TickNews:
+    """What the engines did in one tick, in the order in which it is to be processed; at least one part is not empty."""
 
-    Three listeners are called on the engine thread, at most once a tick. ``on_outputs`` gets the news of the tick.
-    Before it, ``on_bound`` gets the time and the decisions for requests that came without an engine, and
-    ``on_pages`` gets the changes of the prefix caches, if there are any.
-    """
+    now: float
+    """Time of the tick, on the core's clock."""
+    bound: Sequence[tuple[str, Decision]] = ()
+    """(request id, decision) for requests that were submitted without an engine."""
+    pages: Sequence[PageNews] = ()
+    """Changes of the prefix caches, at most one for each engine."""
+    outputs: Sequence[TokenDelta] = ()
+
+
+class EngineCore:
+    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only."""
 
     def __init__(
         self,
@@ -64,9 +72,8 @@ class Server:
         ``placement_executor`` runs the decisions, one at a time; by default a thread of the server's own.
         """
         self.model, self.config = model, config
-        self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
-        self.on_bound: Callable[[float, list[tuple[str, Decision]]], None] = lambda now, bound: None
-        self.on_pages: Callable[[list[PageNews]], None] = lambda news: None
+        self._listeners: tuple[Callable[[TickNews], None], ...] = ()
+        self._bound: list[tuple[str, Decision]] = []
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
@@ -111,6 +118,18 @@ class Server:
     def central_queue(self) -> int:
         """Requests that have no engine yet, as of the last tick."""
         return self._central.waiting
+
+    def subscribe(self, on_tick: Callable[[TickNews], None]) -> Callable[[], None]:
+        """Call ``on_tick`` on the engine thread, at most once a tick and only if there is news.
+
+        Returns the function that ends the subscription.
+        """
+        self._listeners = (*self._listeners, on_tick)
+
+        def unsubscribe() -> None:
+            self._listeners = tuple(listener for listener in self._listeners if listener is not on_tick)
+
+        return unsubscribe
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull or NotServing."""
@@ -199,10 +218,8 @@ class Server:
             lap("other")
             while self._in_flight and any(engine.waits_for_tokens for engine in self.engines):
                 news += self._fetch()
-            bound, failed = self._central.bind(now)
+            self._bound, failed = self._central.bind(now)
             news += failed
-            if bound:
-                self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
             lap("schedule")
             if any(plan.tokens for plan in plans):
@@ -210,7 +227,7 @@ class Server:
                 enqueued = True
             if len(self._in_flight) > self._runner.ahead or (self._in_flight and not enqueued):
                 news += self._fetch()
-            self._emit(news)
+            self._notify(now, news)
             self.rebalancer.tick(now, self._step)
             if trace_due:
                 self._publish(now)
@@ -261,7 +278,7 @@ class Server:
         self.rebalancer.stepped()
         self._profile.lap("enqueue")
 
-    def _fetch(self) -> list[Output]:
+    def _fetch(self) -> list[TokenDelta]:
         """Wait for the oldest step, and give the engines what came of it."""
         step = self._in_flight.popleft()
         results = self._runner.results()
@@ -278,15 +295,17 @@ class Server:
         self._profile.lap("commit")
         return news
 
-    def _emit(self, news: list[Output]) -> None:
+    def _notify(self, now: float, outputs: list[TokenDelta]) -> None:
+        """Call the subscribers with what has happened since the last call, if anything has."""
         pages = [changed for engine in self.engines if (changed := engine.take_news()) is not None]
-        if pages:
-            self.on_pages(pages)
-        if news:
-            self.on_outputs(news)
+        bound, self._bound = self._bound, []
+        if bound or pages or outputs:
+            news = TickNews(now, bound, pages, outputs)
+            for listener in self._listeners:
+                listener(news)
         self._profile.lap("emit")
 
-    def _drain_inbox(self) -> list[Output]:
+    def _drain_inbox(self) -> list[TokenDelta]:
         """Hand new requests to their engines, and end cancelled ones; returns how those ended that none could take."""
         with self._wake:
             requests, self._inbox = self._inbox, deque()
@@ -346,7 +365,8 @@ class Server:
     def _fetch_all(self) -> None:
         with self._ticking:
             while self._in_flight:
-                self._emit(self._fetch())
+                outputs = self._fetch()
+                self._notify(self._fetched_at, outputs)
 
     @property
     def has_work(self) -> bool:
@@ -359,9 +379,8 @@ class Server:
         with self._wake:
             if self._state != "failed":  # abandoned
                 self._state, self._error = state, reason if state == "failed" else ""
-            left = [Output(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
+            left = [TokenDelta(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
             self._inbox.clear()
         for queue in self._queues:
             left += queue.fail_all(reason)
-        if left:
-            self.on_outputs(left)
+        self._notify(self._clock(), left)

@@ -20,7 +20,7 @@ from gimbal_jax.serving.engine.pages import PageNews, PagePool
 from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, Waiting
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.rows import Rows
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
@@ -121,7 +121,7 @@ class Engine:
             self._leave(sequence)
         return True
 
-    def fail_all(self, reason: str) -> list[Output]:
+    def fail_all(self, reason: str) -> list[TokenDelta]:
         """End every request with an error, and expect no more results."""
         self._in_flight.clear()
         ids = [sequence.request.id for sequence in self._rows.running] + self._waiting.ids()
@@ -145,7 +145,7 @@ class Engine:
             self._in_flight.append(_InFlight(plan, owner_R[decode.row_D], owner_C))
         return plan
 
-    def commit(self, plan: Plan, result: StepResult) -> list[Output]:
+    def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
         """Take in what came of a plan, in the order of ``schedule``; ended sequences free their pages.
 
         A plan without tokens need not come here. Who has lost its row since ``schedule`` is passed over: its request
@@ -364,7 +364,7 @@ class Engine:
     def _publish(self, row: int) -> None:
         publish_pages(self._pool, self._rows, row, self._config.page_size)
 
-    def _commit_decode(self, flight: _InFlight, result: StepResult) -> list[Output]:
+    def _commit_decode(self, flight: _InFlight, result: StepResult) -> list[TokenDelta]:
         rows, decode = self._rows, flight.plan.decode
         row_D, at_D, token_D = decode.row_D, decode.start_D + 1, result.token_D
         own_D = rows.owner_R[row_D] == flight.owner_D
@@ -378,7 +378,7 @@ class Engine:
         )
         special = np.flatnonzero(ends_D | rows.reports_R[row_D]).tolist()
         ids, row_list, token_list = rows.request_id_R, row_D.tolist(), token_D.tolist()
-        outputs = [Output(ids[row], (token,)) for row, token in zip(row_list, token_list, strict=True)]
+        outputs = [TokenDelta(ids[row], (token,)) for row, token in zip(row_list, token_list, strict=True)]
         for place in special:
             row, token = row_list[place], token_list[place]
             sequence = rows.sequence_R[row]
@@ -386,7 +386,7 @@ class Engine:
             outputs[place] = self._append(sequence, int(at_D[place]), token, result.logprobs.get(row))
         return outputs
 
-    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, token: int, result: StepResult) -> Output | None:
+    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, token: int, result: StepResult) -> TokenDelta | None:
         """What a step gave for a prefill chunk; None if there is nothing to tell yet."""
         if token == NOT_FINITE:
             return self._not_finite(sequence)
@@ -404,7 +404,7 @@ class Engine:
             output.prompt_logprobs = tuple(sequence.prompt_logprobs)
         return output
 
-    def _append(self, sequence: Sequence, at: int, token_id: int, logprobs: TokenLogprobs | None) -> Output:
+    def _append(self, sequence: Sequence, at: int, token_id: int, logprobs: TokenLogprobs | None) -> TokenDelta:
         """The news of a token that was chosen for place ``at``; ends the sequence if that was the last one."""
         request, row = sequence.request, sequence.row
         if token_id == NOT_FINITE:
@@ -412,7 +412,7 @@ class Engine:
         # Before min_tokens stop tokens are suppressed, unless the vocabulary has no other.
         if token_id in request.sampling.stop_token_ids and at >= self._rows.min_length_R[row]:
             self.cancel(request.id)
-            return Output(request.id, (), finish_reason="stop", stop_token_id=token_id)
+            return TokenDelta(request.id, (), finish_reason="stop", stop=token_id)
         finish: FinishReason | None = None
         if at + 1 == self._rows.limit_R[row]:
             self.cancel(request.id)
@@ -423,15 +423,15 @@ class Engine:
                 sequence.allowed = request.grammar.allowed()
             except Exception as error:  # one request's grammar must not end the others
                 return self._fail(request.id, f"its grammar failed: {error}")
-        return Output(request.id, (token_id,), () if logprobs is None else (logprobs,), finish)
+        return TokenDelta(request.id, (token_id,), () if logprobs is None else (logprobs,), finish)
 
-    def _not_finite(self, sequence: Sequence) -> Output:
+    def _not_finite(self, sequence: Sequence) -> TokenDelta:
         self._pool.forget(self._rows.pages(sequence.row).tolist())
         return self._fail(sequence.request.id, "its logits are not finite")
 
-    def _fail(self, request_id: str, reason: str) -> Output:
+    def _fail(self, request_id: str, reason: str) -> TokenDelta:
         self.cancel(request_id)
-        return Output(request_id, (), finish_reason="error", error=reason)
+        return TokenDelta(request_id, (), finish_reason="error", error=reason)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)

@@ -1,8 +1,10 @@
-"""What travels between the frontend and the engines: requests in, outputs out."""
+"""Records between the frontend and the engines: requests in, token deltas out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
@@ -89,23 +91,46 @@ class TokenLogprobs:
     top_values: tuple[float, ...]
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and that would take five times as long
-class Output:
-    """News of one request after a step: its new tokens, and how it ended if it did."""
+@dataclass(slots=True)  # not frozen: one is made for every token, and freezing would make that five times slower
+class TokenDelta:
+    """What one request gained in a step: its new tokens, and how it ended if it did."""
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of ``token_ids``; empty if the request did not ask for them."""
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The stop token that ended it; it is not among the tokens."""
+    stop: int | str | None = None
+    """Stop token or stop string that ended it. The token is not among ``token_ids``, those of the string are."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    """One for each prompt token but the first, if requested. Only set with the first tokens."""
     started: float | None = field(default=None, compare=False)
-    """With the first tokens: when its first step began, on the server's clock."""
+    """Time when its first step began, on the core's clock. Only set with the first tokens."""
     cached_tokens: int = field(default=0, compare=False)
-    """With the first tokens: prompt tokens that the prefix cache held when it first got a row."""
+    """Prompt tokens that the prefix cache held when it first got a row. Only set with the first tokens."""
     error: str = field(default="", compare=False)
+    """Why it failed; empty unless ``finish_reason`` is "error"."""
+    text: str = ""
+    """Text that may be shown now; the engines leave it empty. It may come later than its tokens."""
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Return consecutive deltas of one request as one; at least one delta."""
+    first, last = deltas[0], deltas[-1]
+    if len(deltas) == 1:
+        return first
+    return TokenDelta(
+        first.request_id,
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        prompt_logprobs=first.prompt_logprobs,
+        started=first.started,
+        cached_tokens=first.cached_tokens,
+        error=last.error,
+        text="".join(delta.text for delta in deltas),
+    )
 
 
 def reason_of(error: BaseException) -> str:

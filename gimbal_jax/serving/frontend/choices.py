@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from gimbal_jax.serving.engine.request import FinishReason, Grammar, Output, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Grammar, SamplingParams, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin
 from gimbal_jax.serving.text.stops import Decoder, OutputText
@@ -110,14 +110,14 @@ async def run_choices(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _piece(output: Output, text: OutputText | None) -> Piece:
+def _piece(output: TokenDelta, text: OutputText | None) -> Piece:
     """News with their text, which may end the output earlier than its tokens do."""
     piece = Piece(
         token_ids=output.token_ids,
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         finish_reason=output.finish_reason,
-        stop=output.stop_token_id,
+        stop=output.stop,
         cached_tokens=output.cached_tokens,
     )
     if text is None:

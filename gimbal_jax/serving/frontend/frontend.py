@@ -13,9 +13,8 @@ from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.engine.pages import PageNews
-from gimbal_jax.serving.engine.request import Grammar, Output, Request, SamplingParams
+from gimbal_jax.serving.core.core import EngineCore, TickNews
+from gimbal_jax.serving.engine.request import Grammar, Request, SamplingParams, TokenDelta, merge
 from gimbal_jax.serving.frontend.counters import Counters, TokenRate
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin, RequestRecord
@@ -41,7 +40,7 @@ class _Stream:
     cached_tokens: int | None = None
     queue_s: float | None = None
     first_token_s: float | None = None
-    news: list[Output] = field(default_factory=list)
+    news: list[TokenDelta] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: str | None = None
     """How the core ended it; None while the core still works on it."""
@@ -50,31 +49,16 @@ class _Stream:
     recorded: bool = False
     failure: Exception | None = None
 
-    async def next(self) -> Output:
-        """All news since the last call, as one Output."""
+    async def next(self) -> TokenDelta:
+        """All news since the last call, as one delta."""
         await self.arrived.wait()
         if self.failure is not None:
             raise self.failure
         news, self.news = self.news, []
         self.arrived.clear()
-        return _merge(self.request_id, news)
-
-
-def _merge(request_id: str, news: list[Output]) -> Output:
-    last = news[-1]
-    if len(news) == 1:
-        last.request_id = request_id
-        return last
-    return Output(
-        request_id,
-        token_ids=tuple(itertools.chain.from_iterable(output.token_ids for output in news)),
-        logprobs=tuple(itertools.chain.from_iterable(output.logprobs for output in news)),
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        prompt_logprobs=news[0].prompt_logprobs,
-        cached_tokens=news[0].cached_tokens,
-        error=last.error,
-    )
+        delta = merge(news)
+        delta.request_id = self.request_id
+        return delta
 
 
 class Frontend:
@@ -86,7 +70,7 @@ class Frontend:
 
     def __init__(
         self,
-        core: Server,
+        core: EngineCore,
         clock: Callable[[], float],
         dispatch_policy: Choose = choose_engine,
         on_ended: Callable[[RequestRecord], None] = lambda record: None,
@@ -113,9 +97,7 @@ class Frontend:
         self._groups: dict[str, Sequence[str]] = {}
         self._streams: dict[str, _Stream] = {}
         self.prefixes, self.page_log = PrefixIndex(config.mesh.dp), PageLog()
-        core.on_outputs = self._deliver
-        core.on_bound = self._deliver_bound
-        core.on_pages = self._deliver_pages
+        self._unsubscribe = core.subscribe(self._on_tick)
 
     @property
     def active(self) -> int:
@@ -148,7 +130,7 @@ class Frontend:
         page_hashes: tuple[bytes, ...] = (),
         may_stop: bool = False,
         origin: Origin = NO_ORIGIN,
-    ) -> AsyncGenerator[Output]:
+    ) -> AsyncGenerator[TokenDelta]:
         """Yield news of a validated sequence until one has a finish_reason.
 
         ``engine`` pins it; lower ``priority`` runs first; ``page_hashes`` are the prompt's, where it may share
@@ -205,7 +187,7 @@ class Frontend:
         ids = [id for request_id in request_ids for id in self._groups.get(request_id, (request_id,))]
         for core_id in [self._core_ids[id] for id in ids if id in self._core_ids]:
             self.core.cancel(core_id)
-            self._route([Output(core_id, (), finish_reason="abort")])
+            self._route([TokenDelta(core_id, (), finish_reason="abort")])
 
     def stop(self, request_id: str) -> None:
         """End a sequence (``may_stop``) whose text has come to a stop string. Its consumer takes no more news of it."""
@@ -231,35 +213,31 @@ class Frontend:
         self.page_log.close()
 
     def close(self) -> None:
-        """Take no more news from the core."""
-        self.core.on_outputs = lambda outputs: None
-        self.core.on_bound = lambda now, bound: None
-        self.core.on_pages = lambda news: None
+        """Unsubscribe from the core."""
+        self._unsubscribe()
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        # On the engine thread. A closed loop has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._route, outputs)
+    def _on_tick(self, news: TickNews) -> None:
+        """Hand the news of a tick from the engine thread to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no consumer is left
+            self._loop.call_soon_threadsafe(self._take, news)
 
-    def _deliver_bound(self, now: float, bound: list[tuple[str, Decision]]) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._record, now, bound)
-
-    def _deliver_pages(self, news: list[PageNews]) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._apply, news)
-
-    def _apply(self, news: list[PageNews]) -> None:
-        for one in news:
-            self.prefixes.apply(one)
-        self.page_log.add(self.clock(), news)
+    def _take(self, news: TickNews) -> None:
+        """Process the news of a tick: decisions before cached pages, and both before the tokens they precede."""
+        if news.bound:
+            self._record(news.now, news.bound)
+        if news.pages:
+            for changed in news.pages:
+                self.prefixes.apply(changed)
+            self.page_log.add(self.clock(), news.pages)
+        if news.outputs:
+            self._route(news.outputs)
 
     def _cached_tokens_S(self, page_hashes: tuple[bytes, ...], prompt_tokens: int) -> tuple[int, ...]:
         """What each engine will find in its cache of such a prompt: whole pages, its last token never."""
         page_size = self.core.config.engine.page_size
         return self.prefixes.cached_tokens_S(page_hashes[: (prompt_tokens - 1) // page_size], page_size)
 
-    def _record(self, now: float, bound: list[tuple[str, Decision]]) -> None:
+    def _record(self, now: float, bound: Sequence[tuple[str, Decision]]) -> None:
         for core_id, decision in bound:
             self.counters.rules[decision.rule] += 1
             stream = self._streams.get(core_id)
@@ -267,7 +245,7 @@ class Frontend:
                 stream.engine, stream.rule = decision.engine, decision.rule
                 self.dispatcher.record(stream.request_id, now, decision)
 
-    def _route(self, outputs: list[Output]) -> None:
+    def _route(self, outputs: Sequence[TokenDelta]) -> None:
         now, generated, tokens_S = self.clock(), 0, [0] * self.core.config.mesh.dp
         for output in outputs:
             stream = self._streams.get(output.request_id)

@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2_grpc
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(
-    core: Server,
+    core: EngineCore,
     files: ModelFiles,
     network: NetworkConfig,
     stop: asyncio.Event,
@@ -138,7 +138,7 @@ def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[Req
     return tell
 
 
-async def _run_gateway(gateway: Gateway, port: int, core: Server) -> None:
+async def _run_gateway(gateway: Gateway, port: int, core: EngineCore) -> None:
     """From the end of warm-up: a gateway that saw its server not healthy would believe it for a while."""
     while core.state == "warming":
         await asyncio.sleep(STATE_PERIOD_S)
@@ -157,7 +157,7 @@ def _server_of_gateway(
 
 
 async def _follow_core(
-    core: Server, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
+    core: EngineCore, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
 ) -> None:
     """Health shows whether the server is ready. Returns when the core has ended, and then no stream waits for ever."""
     while core.state not in ("failed", "stopped"):

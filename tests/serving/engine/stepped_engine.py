@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Output
+from gimbal_jax.serving.engine.request import TokenDelta
 from tests.serving.engine.paged_model import PagedModel
 
 CONFIG = EngineConfig(
@@ -39,12 +39,12 @@ def schedule(engine: Engine, now: float = 0.0) -> Planned:
     )
 
 
-def step(engine: Engine, model: PagedModel, now: float = 0.0) -> tuple[Planned, list[Output]]:
+def step(engine: Engine, model: PagedModel, now: float = 0.0) -> tuple[Planned, list[TokenDelta]]:
     planned = schedule(engine, now)
     return planned, engine.commit(planned.plan, model(planned.plan))
 
 
-def run(engine: Engine, config: EngineConfig, most: int = 500) -> Iterator[tuple[Planned, list[Output]]]:
+def run(engine: Engine, config: EngineConfig, most: int = 500) -> Iterator[tuple[Planned, list[TokenDelta]]]:
     """Step until idle."""
     model = PagedModel(config)
     for _ in range(most):
@@ -65,8 +65,8 @@ class Ahead:
     def idle(self) -> bool:
         return self.engine.idle and not self.in_flight
 
-    def tick(self, now: float = 0.0) -> tuple[Planned, list[Output]]:
-        """As ``Server.tick`` does it."""
+    def tick(self, now: float = 0.0) -> tuple[Planned, list[TokenDelta]]:
+        """As ``EngineCore.tick`` does it."""
         outputs = self._fetch() if self.engine.waits_for_tokens else []
         planned = schedule(self.engine, now)
         if planned.plan.tokens:
@@ -75,20 +75,20 @@ class Ahead:
             outputs += self._fetch()
         return planned, outputs
 
-    def run(self, most: int = 500) -> list[Output]:
+    def run(self, most: int = 500) -> list[TokenDelta]:
         """All outputs until it is idle."""
-        outputs: list[Output] = []
+        outputs: list[TokenDelta] = []
         for _ in range(most):
             if self.idle:
                 return outputs
             outputs += self.tick()[1]
         raise AssertionError(f"still busy after {most} steps")
 
-    def _fetch(self) -> list[Output]:
+    def _fetch(self) -> list[TokenDelta]:
         return self.engine.commit(*self.in_flight.popleft())
 
 
-def result(outputs: Iterable[Output], request_id: str) -> tuple[tuple[int, ...], str | None]:
+def result(outputs: Iterable[TokenDelta], request_id: str) -> tuple[tuple[int, ...], str | None]:
     """All tokens of a request, and how it ended."""
     mine = [out for out in outputs if out.request_id == request_id]
     return tuple(token for out in mine for token in out.token_ids), mine[-1].finish_reason

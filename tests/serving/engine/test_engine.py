@@ -9,7 +9,7 @@ from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.scheduler.queue import QueueItem
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, TokenLogprobs
+from gimbal_jax.serving.engine.request import TokenDelta, TokenLogprobs
 from tests.serving.engine.paged_model import PagedModel, alone, request
 from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, result, run, schedule, step
 
@@ -99,7 +99,7 @@ def answer(plan: Plan, choose=lambda row, adjustment: 5) -> StepResult:
     return StepResult(np.array(token_D, np.int32), np.array(token_C, np.int32), {}, targets)
 
 
-def first_output(engine: Engine) -> Output:
+def first_output(engine: Engine) -> TokenDelta:
     """Step until something comes out."""
     for _ in range(50):
         plan = engine.schedule(0.0)
@@ -123,7 +123,7 @@ def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_fi
     engine.add(request("old", 7, 9, sequence=1))
     first_output(engine)
     engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
-    outputs: list[Output] = []
+    outputs: list[TokenDelta] = []
     now = 0.0
     while not engine.idle:
         plan = engine.schedule(now := now + 1)
@@ -245,7 +245,7 @@ def test_a_stop_token_ends_and_is_reported_but_not_emitted():
     engine.add(request("a", 3, max_tokens=8, stop_token_ids=(stop,)))
     outputs = [out for _, news in run(engine, CONFIG) for out in news]
     assert [t for out in outputs for t in out.token_ids] == free[: free.index(stop)]
-    assert outputs[-1] == Output("a", (), finish_reason="stop", stop_token_id=stop)
+    assert outputs[-1] == TokenDelta("a", (), finish_reason="stop", stop=stop)
 
 
 def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
@@ -265,7 +265,7 @@ def test_a_stop_token_that_comes_before_min_tokens_does_not_end():
         plan = engine.schedule(0.0)
         plans.append(engine.commit(plan, answer(plan, lambda row, adjustment: 1)))
     (first,), (out,) = plans
-    assert first == Output("a", (1,))
+    assert first == TokenDelta("a", (1,))
     assert (out.token_ids, out.finish_reason) == ((), "stop")
 
 

@@ -11,7 +11,7 @@ from gimbal_jax.config import DispatchConfig
 from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.serving.engine.prefix import page_hashes
-from gimbal_jax.serving.engine.request import Output, SamplingParams
+from gimbal_jax.serving.engine.request import SamplingParams, TokenDelta
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 from tests.serving.engine.page_news import pages_of, removed, stored
@@ -54,12 +54,12 @@ async def test_streams_tokens_as_they_come(core, frontend):
     first = asyncio.create_task(anext(outputs))
     await until(lambda: core.submitted)
     core.step()
-    assert await first == Output("a", (6,))
+    assert await first == TokenDelta("a", (6,))
     assert frontend.active == 1
     core.step()
-    assert await anext(outputs) == Output("a", (7,))
+    assert await anext(outputs) == TokenDelta("a", (7,))
     core.step()
-    assert await anext(outputs) == Output("a", (8,), finish_reason="length")
+    assert await anext(outputs) == TokenDelta("a", (8,), finish_reason="length")
     with pytest.raises(StopAsyncIteration):
         await anext(outputs)
     assert frontend.active == 0 and frontend.idle.is_set()
@@ -102,7 +102,7 @@ async def test_late_requests_come_without_an_engine_and_their_decisions_are_kept
     assert frontend.counters.rules == {"pinned": 1}
     tasks[0].cancel()
     await asyncio.wait(tasks[:1])
-    core.on_bound(5.0, [(request.id, Decision(0, "late")) for request in core.submitted[1:]])
+    core.notify(5.0, bound=[(request.id, Decision(0, "late")) for request in core.submitted[1:]])
     await until(lambda: len(frontend.dispatcher.recent) == 2)
     assert frontend.dispatcher.recent[-1] == DispatchRecord("c", 5.0, Decision(0, "late"))
     assert frontend.counters.rules == {"pinned": 1, "late": 2}
@@ -204,7 +204,7 @@ async def test_late_news_of_an_aborted_request_does_not_reach_its_namesake(core,
     await task
     again = start(frontend, prompt=(50,))
     await until(lambda: len(core.submitted) == 2)
-    core.on_outputs([Output(core.submitted[0].id, (2,), finish_reason="length")])
+    core.notify(outputs=[TokenDelta(core.submitted[0].id, (2,), finish_reason="length")])
     for _ in range(3):
         core.step()
     assert [token for output in await again for token in output.token_ids] == [51, 52, 53]
@@ -315,7 +315,7 @@ async def test_records_of_requests_that_do_not_end_well(core, frontend, clock, r
     await asyncio.wait([task])
     task = start(frontend, "poisoned")
     await until(lambda: len(core.submitted) == 2)
-    core.on_bound(5.0, [(core.submitted[1].id, Decision(1, "late"))])
+    core.notify(5.0, bound=[(core.submitted[1].id, Decision(1, "late"))])
     core.fail(core.submitted[1].id, "not finite")
     await asyncio.wait([task])
     frontend.refuse("draining")
@@ -363,5 +363,5 @@ def test_round_robin_and_outputs_from_another_thread():
     with FakeCore(config=config) as core:
         asyncio.run(main(core))
         core.submitted.clear()
-        core.on_bound(0.0, [("late", Decision(0, "late"))])
-        core.on_outputs([Output("late", (1,))])  # the loop is closed: nothing may be raised on the engine thread
+        core.notify(0.0, bound=[("late", Decision(0, "late"))])
+        core.notify(outputs=[TokenDelta("late", (1,))])  # the loop is closed: nothing may be raised

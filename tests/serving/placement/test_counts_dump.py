@@ -12,7 +12,7 @@ import pytest
 
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.scheduler.counts_file import load_counts
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement import files as counts_dump
 from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump
 from gimbal_jax.serving.placement.rebalance import ClosedWindow
@@ -43,7 +43,7 @@ def test_a_window_becomes_a_file(tmp_path):
 def test_a_server_dumps_every_window_and_goes_on(tmp_path):
     config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
     dump = CountsDump(tmp_path, "run", META)
-    server = Server(MODEL, config, FakeRunner(MODEL, config), dump=dump)
+    server = EngineCore(MODEL, config, FakeRunner(MODEL, config), dump=dump)
     outputs = Outputs(server)
     server.open()
     deadline = time.monotonic() + 20

@@ -15,7 +15,7 @@ import pytest
 from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.child import NICENESS
 from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
@@ -172,7 +172,9 @@ def test_it_ends_with_its_parent_however_that_ends():
 
 def test_a_server_survives_the_child_that_decides_for_it():
     runner = FakeRunner(MODEL, TICKED)
-    server = Server(MODEL, TICKED, runner, placement_policy=dies_without_traffic, placement_executor=PlacementProcess())
+    server = EngineCore(
+        MODEL, TICKED, runner, placement_policy=dies_without_traffic, placement_executor=PlacementProcess()
+    )
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:
