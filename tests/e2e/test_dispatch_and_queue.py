@@ -61,12 +61,17 @@ def test_late_binding_says_why(runner):
 
 def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
-    results = runner.results
+    enqueue = runner.enqueue
 
-    def held():
-        stepping.set()
-        assert all_in.wait(30)
-        return results()
+    def held(plans, lap):
+        pending = enqueue(plans, lap)
+
+        def wait():
+            stepping.set()
+            assert all_in.wait(30)
+            return pending()
+
+        return wait
 
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
@@ -81,7 +86,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
             all_in.set()
         assert done == ["first", "high", "none", "low"]
 
-    monkeypatch.setattr(runner, "results", held)
+    monkeypatch.setattr(runner, "enqueue", held)
 
     # One row: the three wait until the first has ended.
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1), queue=QueueConfig("priority"))

@@ -48,8 +48,7 @@ PLANS = [
 
 
 def step(simulated):
-    simulated.enqueue(PLANS, lambda name: None)
-    return simulated.results()
+    return simulated.enqueue(PLANS, lambda name: None)()
 
 
 def test_the_cost_model_sees_the_work():
@@ -75,9 +74,9 @@ def test_an_output_token_follows_where_one_is_to_be_chosen():
 
 def test_time_passes_while_one_waits_for_a_step():
     simulated, clock = runner()
-    simulated.enqueue(PLANS, lambda name: None)
+    pending = simulated.enqueue(PLANS, lambda name: None)
     assert clock.now == 0.0
-    simulated.results()
+    pending()
     assert clock.now == sum(simulated.seconds.values()) > 0
 
 
@@ -117,8 +116,7 @@ def test_pairs_are_own_near_or_far(nodes):
     costs = FlatCosts()
     slots_LE = np.stack([np.random.default_rng(layer).permutation(EXPERTS) for layer in range(LAYERS)])
     simulated, _ = runner(costs, mesh, slots_LE)
-    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)
-    simulated.results()
+    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)()
     counts_LSE = simulated.begin_counts()()
     found = {"own": 0, "near": 0, "far": 0}
     for (layer, source, expert), pairs in np.ndenumerate(counts_LSE):

@@ -15,12 +15,12 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
 from gimbal_jax.serving.core.status import State, Status
-from gimbal_jax.serving.engine.engine import Engine
+from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
 from gimbal_jax.serving.engine.request import Request, TokenDelta, reason_of
-from gimbal_jax.serving.engine.runner import Runner
+from gimbal_jax.serving.engine.runner import Pending, Runner
 from gimbal_jax.serving.placement.decision import Propose
 from gimbal_jax.serving.placement.files import CountsDump, PlacementState
 from gimbal_jax.serving.placement.rebalance import Rebalancer
@@ -30,13 +30,18 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Buckets for metrics; those of tokens are vLLM's of ``iteration_tokens_total``."""
 
 
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A step whose results are not fetched yet."""
+@dataclass(frozen=True, eq=False, slots=True)
+class StepInFlight:
+    """A step whose results have not been fetched."""
 
     plans: list[Plan]
+    """One for each engine."""
+    owners: list[Owners]
+    """Whose the rows of each plan are."""
     enqueued: float
-    """When it was."""
+    """Time when it was enqueued, on the core's clock."""
+    pending: Pending
+    """Waits for the results."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +96,7 @@ class EngineCore:
         self._traces: tuple[Trace, ...] = ()
         self._published = -float("inf")
         self._step = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._fetched_at = -float("inf")
         self._profile = StepProfile(clock)
         self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
@@ -272,24 +277,25 @@ class EngineCore:
 
     def _enqueue(self, plans: list[Plan]) -> None:
         began = self._clock()
-        self._runner.enqueue(plans, self._profile.lap)
-        self._in_flight.append(_InFlight(plans, began))
+        pending = self._runner.enqueue(plans, self._profile.lap)
+        owners = [engine.owners(plan) for engine, plan in zip(self.engines, plans, strict=True)]
+        self._in_flight.append(StepInFlight(plans, owners, began, pending))
         self._step_tokens.observe(sum(plan.tokens for plan in plans))
         self.rebalancer.stepped()
         self._profile.lap("enqueue")
 
     def _fetch(self) -> list[TokenDelta]:
-        """Wait for the oldest step, and give the engines what came of it."""
+        """Wait for the oldest step and commit its results to the engines."""
         step = self._in_flight.popleft()
-        results = self._runner.results()
+        results = step.pending()
         now = self._clock()
-        # It began when it was enqueued or when the devices were done with the one before it.
+        # The step began when it was enqueued, or when the devices had finished the step before it.
         self._step_seconds.observe(now - max(step.enqueued, self._fetched_at))
         self._fetched_at = now
         self._profile.lap("wait")
         news = []
-        for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
-            news += engine.commit(plan, result)
+        for engine, plan, owners, result in zip(self.engines, step.plans, step.owners, results, strict=True):
+            news += engine.commit(plan, owners, result)
         self._step += 1
         self.rebalancer.fetched()
         self._profile.lap("commit")

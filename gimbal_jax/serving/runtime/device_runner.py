@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Progress
+from gimbal_jax.serving.engine.runner import Lap, Pending, Progress
 from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
 from gimbal_jax.serving.runtime.commands import (
     Command,
@@ -59,15 +58,6 @@ class CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.count += 1
-
-
-@dataclass(frozen=True)
-class _Enqueued:
-    """A step whose results were not fetched yet."""
-
-    plans: Sequence[Plan]
-    shape: StepShape
-    outputs: StepOutputs
 
 
 class DeviceRunner:
@@ -115,7 +105,6 @@ class DeviceRunner:
         self.layout = Layout(self._shape, self._blank, engines_by_process(mesh))
         self._state: DeviceState = new_state(model, config.engine, dtype, mesh)
         self.expert_bytes = sum(array.nbytes for array in self._experts_of(0)) // model.num_experts
-        self._enqueued: deque[_Enqueued] = deque()
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._move: jax.stages.Compiled | None = None
         self._take: jax.stages.Compiled | None = None
@@ -171,7 +160,7 @@ class DeviceRunner:
             case Migrate(layer, moves):
                 self._migrate(layer, moves)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
         bucket = bucket_for(plans, self.buckets)
         shape = self._shape(bucket)
         packed_SX, rare = stack(plans, shape, self._blank)
@@ -185,15 +174,17 @@ class DeviceRunner:
             outputs = replace(outputs, prompt_logprobs=None)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        self._enqueued.append(_Enqueued(plans, shape, outputs))
 
-    def results(self) -> list[StepResult]:
-        oldest = self._enqueued.popleft()
-        try:
-            outputs = jax.device_get(oldest.outputs)
-        except Exception as error:
-            raise error if self._followers is None else self._followers.explain(error) from None
-        return [results_of(outputs, plan, s, oldest.shape) for s, plan in enumerate(oldest.plans)]
+        def pending() -> list[StepResult]:
+            try:
+                ready = jax.device_get(outputs)
+            except Exception as error:
+                if self._followers is None:
+                    raise
+                raise self._followers.explain(error) from error
+            return [results_of(ready, plan, s, shape) for s, plan in enumerate(plans)]
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         self._tell(TakeCounts())

@@ -31,19 +31,15 @@ class Allowing:
 
 
 def order_of(runner) -> list[str]:
-    """Of the calls to come."""
+    """Return a list that later calls of the runner add to: "enqueue", or "results" when results are fetched."""
     calls: list[str] = []
+    enqueue = runner.enqueue
 
-    def noted(name):
-        call = getattr(runner, name)
+    def noted(plans, lap):
+        calls.append("enqueue")
+        return enqueue(plans, lap)
 
-        def note(*arguments):
-            calls.append(name)
-            return call(*arguments)
-
-        return note
-
-    runner.enqueue, runner.results = noted("enqueue"), noted("results")
+    runner.enqueue, runner.on_wait = noted, lambda results: calls.append("results")
     return calls
 
 
@@ -177,16 +173,17 @@ class SlowRunner(FakeRunner):
     def __init__(self, config, clock: list[float]) -> None:
         super().__init__(MODEL, config, ahead=1)
         self.clock, self.done = clock, [0.0]
+        self.on_wait = self._wait
 
     def enqueue(self, plans, lap):
         self.clock[0] += 0.5
-        super().enqueue(plans, lap)
+        pending = super().enqueue(plans, lap)
         self.done.append(max(self.done[-1], self.clock[0]) + 3.0)
         self.clock[0] += 0.5
+        return pending
 
-    def results(self):
+    def _wait(self, results):
         self.clock[0] = max(self.clock[0], self.done[self.fetched + 1])
-        return super().results()
 
 
 def test_the_profile_adds_up_and_a_step_lasts_from_its_start_on_the_devices():
