@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # of its HTTP library
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
@@ -72,6 +72,7 @@ def resolve_model(
         "allow_patterns": list(FILES),
         "ignore_patterns": ["*/*"],
     }
+    # Errors of the hub library become ValueError for a wrong name, and OSError for a failed download.
     try:
         total = _check_files(request, cache_dir or Path(constants.HF_HUB_CACHE))
         return Path(snapshot_download(**request, tqdm_class=_reporter(progress, total)))

@@ -139,11 +139,11 @@ ERRORS = {
     "no placement file": (("serve", BASE, "--placement-file", "{tmp}/none.npz"), "{tmp}/none.npz"),
     "another file": (
         ("serve", BASE, "--placement-file", BASE / "config.json"),
-        "config.json is no .npz file of arrays",
+        "config.json: must be an .npz file of arrays",
     ),
     "another model's placement": (
         ("serve", BASE, "--placement-file", "{placement}"),
-        "its placement is of 3 layers of 4 experts on 2 ranks, not 3 layers of 8 experts on 1 ranks",
+        "the placement must be for 3 layers of 8 experts on 1 ranks, not 3 layers of 4 experts on 2 ranks",
     ),
     "dump folder": (("serve", BASE, "--dump-counts", BASE / "config.json"), "config.json"),
     "no server": (("counts", "--target", "127.0.0.1:1", "{tmp}/new"), "127.0.0.1:1: "),

@@ -82,7 +82,9 @@ def options_from(values: Mapping[str, Any], records: Mapping[str, Any]) -> Serve
       values: value of each flag, by name.
       records: tables of the configuration file, by name; their fields that have flags are replaced by ``values``.
     """
-    given = {name: tuple(values[name]) if isinstance(values[name], list) else values[name] for name in hints()}
+    given: dict[str, Any] = {
+        name: tuple(values[name]) if isinstance(values[name], list) else values[name] for name in hints()
+    }
     for table, settings in TABLES.items():
         flags = {field: values[setting.flag] for field, setting in settings.items() if setting.flag is not None}
         given[table] = dataclasses.replace(records.get(table, RECORDS[table]()), **flags)
