@@ -5,7 +5,7 @@
 BIN := .venv/bin
 # For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
 CUDA_PYTHON := JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=2 .venv-cuda/bin/python
-SOURCES := gimbal_jax scripts tests
+SOURCES := gimbal_jax benchmarks examples research scripts tests
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -14,7 +14,7 @@ setup: ## make .venv, if it is not there or out of date
 	@scripts/bootstrap $(PYTHON)
 
 demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
-	$(BIN)/python -m scripts.demo
+	$(BIN)/python -m examples.demo
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest
@@ -34,7 +34,7 @@ format: setup ## let ruff format and sort imports
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-protos: setup ## generate the Python of gimbal_jax/serving/protos
+protos: setup ## generate the Python of gimbal_jax/protos
 	$(BIN)/python scripts/make_protos.py
 
 goldens: ## make tests/goldens anew; GOLDENS_PYTHON is a Python with torch and transformers

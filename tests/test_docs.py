@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gimbal_jax.cli import app
-from gimbal_jax.simulation.experiments import Scope
-from gimbal_jax.simulation.store import ResultStore
-from scripts.results_tables import TABLES
+from gimbal_jax.cli.main import app
+from research.experiments import Scope
+from research.results_tables import TABLES
+from research.store import ResultStore
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = r"^```python\n(.*?)^```\n```text\n(.*?)^```$"

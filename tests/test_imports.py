@@ -4,109 +4,87 @@ import ast
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from graphlib import CycleError
 from pathlib import Path
 
 import pytest
 
 import gimbal_jax
+from scripts.rooms import arrows, floors, imported_names, module_of, room_of, sources
 
 ROOT = Path(gimbal_jax.__file__).parents[1]
 PACKAGE = ROOT / "gimbal_jax"
 ANY = None
 
-# Part of the package -> parts of it that it may import, and foreign packages (ANY: whatever we depend on).
-ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
-    "config": (set(), set()),
-    "version": (set(), set()),
-    "pallas_kernels": (set(), {"jax"}),
-    "scheduler": ({"config"}, {"numpy"}),
-    "model": ({"config", "pallas_kernels"}, ANY),
-    "serving": ({"config", "scheduler", "model", "pallas_kernels", "version"}, ANY),
-    "place": ({"config", "scheduler"}, ANY),
-    "planning": ({"config", "scheduler", "model", "pallas_kernels", "serving"}, ANY),
-    "mesh_cli": ({"config", "scheduler", "planning", "terminal"}, ANY),
-    "terminal": (set(), {"rich", "typer"}),
-    "host_memory": (set(), set()),
-    "devices": ({"config", "model", "terminal"}, {"jax"}),
-    "serve_options": ({"config", "devices"}, {"typer"}),
-    "serve_config": ({"serve_options", "terminal"}, {"typer"}),
-    "processes": ({"config", "serve_options", "terminal"}, {"jax"}),
-    "serve_runner": (
-        {"config", "model", "pallas_kernels", "serving", "devices", "host_memory", "serve_options", "terminal"},
-        {"jax"},
-    ),
-    "serve_group": ({"config", "model", "serving", "processes", "serve_options", "serve_runner", "terminal"}, ANY),
-    "serve_cli": (
-        {
-            *("config", "scheduler", "model", "serving", "devices", "terminal"),
-            *("processes", "serve_options", "serve_config", "serve_runner", "serve_group"),
-        },
-        ANY,
-    ),
-    "bench_cli": ({"bench", "serving", "terminal", "version"}, {"typer"}),
-    "bench": ({"serving", "terminal"}, {"rich"}),
-    "top": ({"terminal", "top_screen"}, {"rich", "typer"}),
-    "top_screen": (set(), {"numpy", "rich"}),
-    "simulation": ({"config", "scheduler", "serving", "model", "terminal"}, ANY),
-    "simulate_cli": ({"config", "scheduler", "simulation", "terminal"}, ANY),
-    "cli": (
-        {
-            "config",
-            "scheduler",
-            "model",
-            "pallas_kernels",
-            "serving",
-            "simulation",
-            "simulate_cli",
-            "bench_cli",
-            "place",
-            "mesh_cli",
-            "devices",
-            "serve_cli",
-            "terminal",
-            "top",
-            "version",
-        },
-        ANY,
-    ),
+# Room -> rooms that it may import. A room is a package, or a module at the root of gimbal_jax.
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "version": set(),
+    "exceptions": set(),
+    "protos": set(),
+    "pallas_kernels": set(),
+    "scheduler": {"config"},
+    "model": {"config", "pallas_kernels"},
+    "serving.network": {"config", "exceptions"},
+    "serving.engine": {"config", "exceptions", "scheduler"},
+    "serving.text": {"exceptions", "serving.engine"},
+    "serving.placement": {"config", "exceptions", "scheduler", "serving.engine"},
+    "serving.core": {"config", "exceptions", "scheduler", "serving.engine", "serving.placement"},
+    "serving.runtime": {"config", "exceptions", "pallas_kernels", "scheduler", "model", "serving.engine"},
+    "serving.cluster": {"config", "version", "exceptions", "serving.network", "serving.runtime"},
+    "serving.gateway": {"exceptions", "serving.network"},
+    "serving.frontend": {"config", "exceptions", "scheduler", "serving.engine", "serving.text", "serving.core"},
+    "serving.monitoring": {
+        *("config", "version", "exceptions", "scheduler"),
+        *("serving.engine", "serving.placement", "serving.core", "serving.frontend"),
+    },
+    "serving.rpc": {
+        *("config", "version", "exceptions", "protos", "scheduler", "model", "serving.network", "serving.engine"),
+        *("serving.text", "serving.core", "serving.gateway", "serving.frontend", "serving.monitoring"),
+    },
+    "client": {"exceptions", "protos", "scheduler", "serving.engine", "serving.placement", "serving.text"},
+    "bench": {"client", "serving.engine", "serving.network"},
+    "planning": {"config", "exceptions", "scheduler", "model", "pallas_kernels", "serving.engine", "serving.runtime"},
+    "simulation": {
+        *("config", "exceptions", "scheduler", "model", "bench"),
+        *("serving.engine", "serving.placement", "serving.core"),
+    },
 }
-# Module -> what it alone of its part may import as well.
+# The command line puts all rooms together. ``cli.serve`` is the composition root of a server.
+ALLOWED["cli"] = set(ALLOWED)
+
+# Rooms whose modules name jax in an import. Of the command line only ``cli.serve`` does.
+JAX = {"pallas_kernels", "model", "serving.runtime", "planning", "cli"}
+# Rooms that run without jax. Importing any of their modules must not load it.
+NO_JAX = {
+    *("config", "version", "exceptions", "protos", "scheduler", "client", "bench", "simulation"),
+    *("serving.network", "serving.engine", "serving.placement", "serving.core", "serving.text"),
+    *("serving.frontend", "serving.monitoring", "serving.gateway", "serving.rpc"),
+}
+# Room -> foreign packages that it may import; every other room may import any dependency.
+FOREIGN: dict[str, set[str]] = {
+    "config": set(),
+    "version": set(),
+    "exceptions": set(),
+    "pallas_kernels": {"jax"},
+    "scheduler": {"numpy"},
+}
+# Module -> foreign packages that it may import in addition to those of its room.
 EXCEPTIONS = {
     "gimbal_jax.scheduler.exact": {"scipy"},
     "gimbal_jax.pallas_kernels.grouped_matmul": {"tokamax"},
 }
 
 
-def is_generated(path: Path) -> bool:
-    return "_pb2" in path.name
-
-
-def sources(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*.py") if not is_generated(path))
-
-
-def imported_names(source: str, module: str) -> Iterator[str]:
-    """Dotted names that a module imports, anywhere in it; ``from a import b`` gives a.b."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            start = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{start}.{alias.name}" for alias in node.names)
-
-
 def forbidden_imports(source: str, module: str) -> list[str]:
-    part = module.split(".")[1]
-    parts, foreign = ALLOWED[part]
-    found = []
+    room, found = room_of(module), []
+    foreign = FOREIGN.get(room)
     for name in imported_names(source, module):
-        top, _, rest = name.partition(".")
+        top = name.partition(".")[0]
         if top == "gimbal_jax":
-            if rest.split(".")[0] not in {part, *parts}:
+            if room_of(name) not in {room, *ALLOWED[room]}:
                 found.append(name)
-        elif foreign is not ANY and top not in sys.stdlib_module_names | foreign | EXCEPTIONS.get(module, set()):
+        elif foreign is not None and top not in sys.stdlib_module_names | foreign | EXCEPTIONS.get(module, set()):
             found.append(name)
     return found
 
@@ -120,10 +98,6 @@ def environment_uses(source: str) -> list[int]:
         if (isinstance(node, ast.Attribute) and node.attr in names)
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names})
     )
-
-
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 PACKAGE_FILES = [path for path in sources(PACKAGE) if path.parent != PACKAGE or path.name != "__init__.py"]
@@ -140,28 +114,63 @@ def test_imports_go_one_way(path: Path):
         ("gimbal_jax.scheduler.queue", "import jax.numpy as jnp", ["jax.numpy"]),
         ("gimbal_jax.scheduler.queue", "def f():\n    from gimbal_jax.model import moe", ["gimbal_jax.model.moe"]),
         ("gimbal_jax.scheduler.queue", "import numpy, math\nfrom gimbal_jax import config\nfrom . import trace", []),
-        ("gimbal_jax.scheduler.queue", "from ..serving import engine", ["gimbal_jax.serving.engine"]),
+        ("gimbal_jax.scheduler.queue", "from ..serving.engine import plan", ["gimbal_jax.serving.engine.plan"]),
         ("gimbal_jax.model.moe", "from gimbal_jax.scheduler import traffic", ["gimbal_jax.scheduler.traffic"]),
         ("gimbal_jax.scheduler.queue", "import scipy", ["scipy"]),
         ("gimbal_jax.config", "import numpy", ["numpy"]),
-        ("gimbal_jax.serving.server", "import gimbal_jax.cli", ["gimbal_jax.cli"]),
+        ("gimbal_jax.serving.core.core", "import gimbal_jax.cli.main", ["gimbal_jax.cli.main"]),
+        (
+            "gimbal_jax.serving.engine.engine",
+            "import gimbal_jax.serving.core.core",
+            ["gimbal_jax.serving.core.core"],
+        ),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, source: str, found: list[str]):
     assert forbidden_imports(source, module) == found
 
 
-@pytest.mark.parametrize("part", ["scheduler", "simulation"])
-def test_what_needs_no_device_does_not_load_jax(part: str):
-    modules = [module_of(path) for path in sources(PACKAGE / part) if path.name != "__init__.py"]
-    assert modules
-    program = f"import sys, {', '.join(modules)}\nsys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+def modules_of(room: str) -> list[str]:
+    """Modules of a room, or of a package in it."""
+    return [name for name in map(module_of, sources(PACKAGE)) if f"{name}.".startswith(f"gimbal_jax.{room}.")]
+
+
+def test_rooms_without_devices_do_not_load_jax():
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'jax' in sys.modules: sys.exit(f'{name} loads jax')"
+    )
+    modules = [name for room in sorted(NO_JAX) for name in [f"gimbal_jax.{room}", *modules_of(room)]]
+    done = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, check=False, capture_output=True)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+def test_the_table_holds_every_room():
+    rooms = {room_of(module_of(path)) for path in sources(PACKAGE)}
+    assert rooms - {"", "serving"} == set(ALLOWED)
+
+
+def test_no_room_is_part_of_a_circle():
+    assert floors(arrows())
+    with pytest.raises(CycleError):
+        floors({"a": {"b": 1}, "b": {"a": 1}})
+
+
+def test_jax_is_named_in_few_rooms():
+    names_jax = set()
+    for path in sources(PACKAGE):
+        module = module_of(path)
+        if any(name.split(".")[0] == "jax" for name in imported_names(path.read_text(), module)):
+            names_jax.add(module)
+    assert {room_of(module) for module in names_jax} == JAX
+    assert {module for module in names_jax if room_of(module) == "cli"} <= set(modules_of("cli.serve"))
 
 
 def test_scipy_is_loaded_by_the_exact_solver_only():
     modules = [module_of(path) for path in sources(PACKAGE / "scheduler") if path.stem not in ("__init__", "exact")]
-    program = f"import sys, gimbal_jax.place, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
+    program = f"import sys, gimbal_jax.planning.placements, {', '.join(modules)}\nsys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
@@ -171,7 +180,7 @@ def test_package_reads_no_environment_variables():
 
 
 def test_files_are_short():
-    folders = [PACKAGE, ROOT / "scripts", ROOT / "tests"]
+    folders = [PACKAGE, *(ROOT / name for name in ("benchmarks", "examples", "research", "scripts", "tests"))]
     lengths = {path: len(path.read_text().splitlines()) for folder in folders for path in sources(folder)}
     assert {str(path): length for path, length in lengths.items() if length > 500} == {}
     assert statistics.median(lengths.values()) < 150

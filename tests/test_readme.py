@@ -13,11 +13,11 @@ import pytest
 import typer
 
 import gimbal_jax
-from gimbal_jax.cli import app
+from gimbal_jax.cli.main import app
 from gimbal_jax.config import DispatchPolicy, PlacementPolicy, QueuePolicy
-from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.metrics import ServerCollector
-from gimbal_jax.serving.request_metrics import RequestHistograms
+from gimbal_jax.serving.frontend.frontend import Frontend
+from gimbal_jax.serving.monitoring.metrics import ServerCollector
+from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
 from tests.serving.fake_server import FakeCore
 
 ROOT = Path(gimbal_jax.__file__).parents[1]

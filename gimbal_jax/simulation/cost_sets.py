@@ -1,6 +1,6 @@
 """Sets of assumptions about everything that no kernel table holds.
 
-The constants of ``paper_like`` and ``paper_like_fixed`` were found by ``python -m scripts.cost_report --fit``, for the
+The constants of ``paper_like`` and ``paper_like_fixed`` were found by ``python -m research.cost_report --fit``, for the
 vLLM baseline alone: see ``simulation.fit``. None is fitted to what gimbal gains. They are the two extremes: with
 the first all that a step computes is slower, with the second every step has the same more to bear.
 """

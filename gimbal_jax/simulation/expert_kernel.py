@@ -8,7 +8,7 @@ experts: vLLM's layer sorts, activates and adds up places for all choices of all
 
 The parts come from the balanced rows, in which the same tokens meet 64, 32 and 16 experts on a rank (ep 2, 4, 8):
 a line through the three gives the cost of an expert and the cost without any. ep 1, without a map of experts to
-ranks, and the power-law rows, which time the fullest rank of an uneven draw, only check it: ``scripts.cost_report``.
+ranks, and the power-law rows, which time the fullest rank of an uneven draw, only check it: ``research.cost_report``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import numpy as np
 
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.plan import Plan, StepResult
-from gimbal_jax.serving.runner import Lap
+from gimbal_jax.serving.engine.plan import Plan, StepResult
+from gimbal_jax.serving.engine.runner import Lap
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from gimbal_jax.bench.measurement import Measurement
 from gimbal_jax.config import GPU_ENGINE, Exchange, MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.scheduler.counts_file import load_counts
-from gimbal_jax.serving.measurement import Measurement
 from gimbal_jax.simulation.cost_sets import CostSet
 from gimbal_jax.simulation.costs import h100_costs
 from gimbal_jax.simulation.profile import place_offline

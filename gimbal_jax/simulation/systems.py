@@ -17,10 +17,29 @@ decides by the last window alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from gimbal_jax.config import DispatchConfig, PlacementConfig, PlacementPolicy, QueueConfig, QueuePolicy
-from gimbal_jax.simulation.system import System
+from gimbal_jax.config import DispatchConfig, OfflinePolicy, PlacementConfig, PlacementPolicy, QueueConfig, QueuePolicy
+
+
+@dataclass(frozen=True)
+class System:
+    """The policies of one server, and when its placement acts."""
+
+    name: str
+    summary: str
+    dispatch: DispatchConfig
+    queue: QueueConfig
+    placement: PlacementConfig
+    migration: Migration = "between_steps"
+    """``between_steps``: some rounds after each step (ours). ``blocking``: decision and all moves at once, while
+    all engines wait (vLLM in the paper's time). ``overlapped``: weights travel beside the steps (vLLM 0.33)."""
+    first_window_steps: int | None = None
+    """Steps before the first decision, where they differ from ``placement.window_steps``."""
+    offline: OfflinePolicy | None = None
+    """Experts, and for ``sem_moe`` requests too, are placed before the run by a profile."""
+
 
 _FCFS = QueueConfig("fcfs")
 _SJF = QueueConfig("sjf_aging")
@@ -33,7 +52,7 @@ QUEUES: tuple[QueuePolicy, ...] = ("fcfs", "hrrn")
 PRESSURE_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 4.0)
 """``lambda_moe`` of the study of pressure."""
 MULTIHOST_PLACEMENTS: tuple[PlacementPolicy, ...] = ("static", "eplb", "eplb_hierarchical", "gimbal", "gimbal_refined")
-"""Of the study of several nodes; each without and with dispatch by affinity."""
+"""Of the study of several nodes."""
 _MULTIHOST_PLACEMENT = PlacementConfig(migrate_bytes_per_tick=2**30)
 """The default windows; moves that fit dozens of GPUs."""
 _VLLM_DISPATCH = DispatchConfig("vllm_classic")
@@ -62,9 +81,9 @@ _GIMBAL_STATIC = System("gimbal_static", "Gimbal's dispatch and queue; experts s
 _OFFLINE = replace(_VLLM, placement=_STATIC, migration="between_steps", first_window_steps=None)
 
 
-def multihost_system(policy: PlacementPolicy, affinity: bool) -> str:
+def multihost_system(policy: PlacementPolicy) -> str:
     """Name of a system of the study of several nodes."""
-    return f"multihost_{policy}{'_affinity' if affinity else ''}"
+    return f"multihost_{policy}"
 
 
 _ALL: tuple[System, ...] = (
@@ -154,15 +173,16 @@ _ALL: tuple[System, ...] = (
     ),
     *(
         System(
-            multihost_system(policy, affinity),
-            f"Gimbal's dispatch and queue, {policy} in windows of {_MULTIHOST_PLACEMENT.window_steps} steps"
-            + ("; close scores told apart by expert affinity" if affinity else ""),
-            DispatchConfig("gimbal", affinity=affinity),
+            multihost_system(policy),
+            f"Gimbal's dispatch and queue, {policy} in windows of {_MULTIHOST_PLACEMENT.window_steps} steps",
+            _GIMBAL_DISPATCH,
             _SJF,
             replace(_MULTIHOST_PLACEMENT, policy=policy),
         )
         for policy in MULTIHOST_PLACEMENTS
-        for affinity in (False, True)
     ),
 )
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
+
+
+Migration = Literal["between_steps", "blocking", "overlapped"]

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import jax
 
-from gimbal_jax.cli import app
-from gimbal_jax.serving.runner import DevicesLost
-from tests.serving.fake_runner import FakeRunner
+from gimbal_jax.cli.main import app
+from gimbal_jax.exceptions import DevicesLost
+from tests.serving.engine.fake_runner import FakeRunner
 
 FAULT = sys.argv.pop(1)
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.5GiB.\nlargest buffers:\n  1. 1.00GiB"
@@ -42,5 +42,5 @@ class FaultyDevices(FakeRunner):
 
 
 if __name__ == "__main__":
-    with patch("gimbal_jax.serving.device_runner.DeviceRunner", FaultyDevices):
+    with patch("gimbal_jax.serving.runtime.device_runner.DeviceRunner", FaultyDevices):
         app(prog_name="gimbal")

@@ -15,10 +15,10 @@ from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.scheduler.migration import plan_rounds
-from gimbal_jax.serving.device_runner import DeviceRunner
-from gimbal_jax.serving.request import Output, Request, SamplingParams, TokenLogprobs
-from gimbal_jax.serving.runner import Runner
-from gimbal_jax.serving.server import Server
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.request import Output, Request, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.engine.runner import Runner
+from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.model.naive_sampling import bits
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "base"

@@ -23,7 +23,17 @@ def model(tmp_path_factory) -> Path:
 
 
 def bench(model: Path, json_file: Path, *options: str) -> dict:
-    command = [sys.executable, "-m", "gimbal_jax.cli", "bench", str(model), *LOAD, "--json", str(json_file), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "gimbal_jax.cli.main",
+        "bench",
+        str(model),
+        *LOAD,
+        "--json",
+        str(json_file),
+        *options,
+    ]
     done = subprocess.run(
         [*command, "--serve-option", SERVER], capture_output=True, text=True, timeout=600, check=False
     )

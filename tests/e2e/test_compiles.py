@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gimbal_jax.serving.device_runner import DeviceRunner
+from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.e2e.rig import CONFIG, MODEL, random_requests, session
 
 REQUESTS = 2000
@@ -47,7 +47,7 @@ def test_what_warm_up_compiles_does_not_count(runner):
 
 def test_steps_are_compiled_with_the_options_that_were_checked(runner, monkeypatch):
     """``planning.compiled`` checks programs compiled with these; an option that XLA does not know shows their use."""
-    monkeypatch.setattr("gimbal_jax.serving.device_runner.COMPILER_OPTIONS", {"no_such_option": "1"})
+    monkeypatch.setattr("gimbal_jax.serving.runtime.device_runner.COMPILER_OPTIONS", {"no_such_option": "1"})
     cold = DeviceRunner(MODEL, CONFIG, runner.mesh, runner.weights, runner.slot_of_expert_LE, "float32")
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         cold.warm_up()

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gimbal_jax.serving.plan import ON_DEVICE
-from gimbal_jax.serving.replay import read_trace
-from gimbal_jax.serving.request import Request
+from gimbal_jax.bench.replay import read_trace
+from gimbal_jax.serving.engine.plan import ON_DEVICE
+from gimbal_jax.serving.engine.request import Request
 from tests.e2e.naive_model import routes
 from tests.e2e.rig import (
     CONFIG,
@@ -82,7 +82,7 @@ class Recorder:
 
 def trace_requests(rng):
     """The shipped trace, shrunk to the tiny model; times in ticks of the manual clock."""
-    with resources.as_file(resources.files("gimbal_jax") / "data" / "demo_trace.csv") as path:
+    with resources.as_file(resources.files("gimbal_jax") / "data" / "azure_llm_2023_conv.csv") as path:
         rows = read_trace(path)[:90]
     requests = []
     for i, row in enumerate(rows):

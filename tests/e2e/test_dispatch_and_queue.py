@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import DispatchConfig, QueueConfig, ServerConfig
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.runner import Runner
-from gimbal_jax.serving.server import Server
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
 from tests.serving.fake_server import running_server, until
 

@@ -23,17 +23,17 @@ from safetensors.numpy import load_file, save_file
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
+from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.config import EngineConfig
+from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.migration import plan_rounds
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.client_records import ClientError, Unavailable
-from gimbal_jax.serving.plan import NOT_FINITE
-from gimbal_jax.serving.runner import DevicesLost
+from gimbal_jax.serving.engine.plan import NOT_FINITE
+from tests.cli.test_main import gimbal
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
+from tests.serving.core.ticked_server import CONFIG, new_server
 from tests.serving.fake_server import running_server, until
-from tests.serving.ticked_server import CONFIG, new_server
-from tests.test_cli import gimbal
 
 ROOT = Path(__file__).parents[2]
 LONG = replace(CONFIG, engine=EngineConfig(max_model_len=4096, page_size=16, num_pages=1024, max_rows=16))
@@ -101,7 +101,7 @@ def test_a_client_that_never_reads_slows_nobody_and_finds_its_answer_later():
 
 CLIENT = """
 import asyncio, sys
-from gimbal_jax.serving.client import GimbalClient
+from gimbal_jax.client.client import GimbalClient
 async def main():
     async with GimbalClient(sys.argv[1]) as client:
         async for chunk in client.generate(token_ids=[1], max_tokens=4000, ignore_eos=True):
@@ -385,14 +385,14 @@ DAMAGES = {
     "weights no file": (no_file("model.safetensors"), r"model\.safetensors cannot be read"),
     "tensor missing": (tensors(lambda t: t.pop(NORM)), rf"checkpoint: missing tensors: {NORM}"),
     "tensor misshapen": (tensors(lambda t: t.update({NORM: t[NORM][:-1]})), rf"checkpoint: {NORM} has shape \(31,\)"),
-    "index truncated": (text("model.safetensors.index.json", b'{"weight_map": {'), r"index\.json is no index"),
+    "index truncated": (text("model.safetensors.index.json", b'{"weight_map": {'), r"index\.json is not an index"),
     "index of numbers": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": 3}}'),
         r"index\.json names no file",
     ),
     "index of elsewhere": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}'),
-        r"index\.json names no file of its folder",
+        r"index\.json does not name a file of its folder",
     ),
     "configuration truncated": (truncated("config.json", 100), r"checkpoint/config\.json is not JSON"),
     "configuration no text": (text("config.json", b"\xff\xfe{"), r"checkpoint/config\.json is not JSON"),

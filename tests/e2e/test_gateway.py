@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -19,9 +18,10 @@ import httpx2
 import openai
 import pytest
 
+from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
-from gimbal_jax.serving.client import GimbalClient
-from tests.serving.test_tls import Authority
+from gimbal_jax.serving.network.ports import free_port
+from tests.serving.rpc.test_tls import Authority
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program"),
@@ -46,12 +46,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 START_S, END_S = 180, 30
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def gateways(server: subprocess.Popen) -> list[int]:
@@ -332,8 +326,8 @@ def test_a_gateway_without_keys_has_no_open_administration_and_dies_with_its_ser
     code = f"""
 import asyncio
 from pathlib import Path
-from gimbal_jax.serving.gateway import Gateway
-from gimbal_jax.serving.gateway_config import GatewayConfig
+from gimbal_jax.serving.gateway.gateway import Gateway
+from gimbal_jax.serving.gateway.config import GatewayConfig
 asyncio.run(Gateway(GatewayConfig(Path({str(tmp_path / "model")!r}), {port}), print).run(1))
 """
     server = subprocess.Popen([sys.executable, "-c", code])

@@ -10,8 +10,8 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gimbal_jax.serving.grammar import Constraints
-from gimbal_jax.serving.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.text.grammar import Constraints
 from tests.e2e.rig import MODEL, SOURCES, random_requests, session
 
 SCHEMA = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gimbal_jax.serving.prefix import page_hashes
+from gimbal_jax.serving.engine.prefix import page_hashes
 from tests.e2e.rig import CONFIG, random_requests, session
 
 

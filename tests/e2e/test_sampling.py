@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from gimbal_jax.serving.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from tests.e2e.rig import CONFIG, FOLDER, MODEL, OnlyThese, random_requests, session
 from tests.model.naive_sampling import adjusted
 from tests.model.rig import Chunk

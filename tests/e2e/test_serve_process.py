@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from gimbal_jax.cli.serve.command import serve_checkpoint
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.setup import Checkpoint
+from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.scheduler.counts_file import load_counts, save_placement
-from gimbal_jax.serve_cli import serve_checkpoint
-from gimbal_jax.serve_options import ServeOptions
-from gimbal_jax.serve_runner import Checkpoint
-from gimbal_jax.serving.client import GimbalClient
-from gimbal_jax.serving.client_records import ClientError, Unavailable
 from tests.e2e.rig import CONFIG, FOLDER, LAYERS, MODEL, TOP_K
-from tests.serving.fake_runner import FakeRunner
+from tests.serving.engine.fake_runner import FakeRunner
 
 GIMBAL = Path(sys.executable).with_name("gimbal")
 MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
@@ -166,7 +166,7 @@ class FailingRunner(FakeRunner):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_failure_ends_the_streams_and_the_process_with_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("gimbal_jax.serving.device_runner.DeviceRunner", FailingRunner)
+    monkeypatch.setattr("gimbal_jax.serving.runtime.device_runner.DeviceRunner", FailingRunner)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gimbal_jax.bench.measurement import Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.serving.measurement import Summary, summarise
-from gimbal_jax.serving.plan import StepResult
-from gimbal_jax.serving.server import Server
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.plan import StepResult
 from gimbal_jax.simulation import simulate
-from gimbal_jax.simulation.measured_costs import MeasuredCosts
 from gimbal_jax.simulation.routing import BALANCED, synthetic_router
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.workload import Arrival
-from scripts.cpu_clients import Call, open_loop, running
-from scripts.timed_runner import TimedRunner
+from research.cpu_clients import Call, open_loop, running
+from research.measured_costs import MeasuredCosts
+from research.timed_runner import TimedRunner
 from tests.e2e.rig import CONFIG, EXPERTS, LAYERS, MODEL, TOP_K
 
 

@@ -5,8 +5,8 @@ import numpy as np
 
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.serving.device_runner import DeviceRunner
-from gimbal_jax.serving.programs import ProgramCache, programs_key
+from gimbal_jax.serving.runtime.device_runner import DeviceRunner
+from gimbal_jax.serving.runtime.programs import ProgramCache, programs_key
 from tests.e2e.rig import CONFIG, FOLDER, MODEL, random_requests, session
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import random
 
-from gimbal_jax.serving.client_records import ClientError
-from gimbal_jax.serving.server import Server
+from gimbal_jax.client.records import ClientError
+from gimbal_jax.serving.core.core import Server
 from tests.e2e.rig import CONFIG, MODEL, SOURCES
 from tests.serving.fake_server import running_server, until
 

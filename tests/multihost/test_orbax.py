@@ -103,5 +103,5 @@ def test_a_folder_that_one_process_rejects_is_rejected_by_all(answered):
     assert "process 1 cannot write" in first["taken for process 1"]
     assert second["taken for process 1"] == taken
     for process, rejected in enumerate((first, second)):
-        assert f"own-{process}: what process {1 - process} writes is not seen here" in rejected["not shared"]
+        assert f"own-{process}: files of process {1 - process} are not visible here" in rejected["not shared"]
     assert not list((root / "own-0").iterdir()) and not list((root / "own-1").iterdir())

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.serving.device_runner import CompileCounter
-from gimbal_jax.serving.programs import ProgramCache, compile_programs, programs_key
+from gimbal_jax.serving.runtime.device_runner import CompileCounter
+from gimbal_jax.serving.runtime.programs import ProgramCache, compile_programs, programs_key
 from tests.multihost.processes import on_mesh
 
 MODEL = ModelConfig(64, 16, 32, 1, 2, 1, 8, 4, 2, 8, (0,))

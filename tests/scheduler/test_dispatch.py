@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig, DispatchPolicy
-from gimbal_jax.scheduler.dispatch import NEARER, Decision, choose_engine, least
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, least
 from tests.scheduler.views import BUDGET, any_view, trace, view
 
 GIMBAL = DispatchConfig()
-AFFINITY = DispatchConfig(affinity=True)
-CLOSE = AFFINITY.close_scores * BUDGET
 
 
 def test_score_adds_tokens_cache_and_expert_pressure():
@@ -38,7 +37,7 @@ def test_score_adds_tokens_cache_and_expert_pressure():
     assert choose_engine(state, without, BUDGET).scores_S == (160, 200)
 
 
-def test_explain_says_the_rule_and_the_terms_that_count():
+def test_explain_shows_the_rule_and_the_nonzero_terms():
     state = view(
         trace(waiting_prefill_tokens=600, kv_use=0.1, expert_pressure=3.0), trace(kv_use=0.1, expert_pressure=1.0)
     )
@@ -52,14 +51,14 @@ def test_explain_says_the_rule_and_the_terms_that_count():
     assert Decision(None, "late").explain() == "no engine yet by late"
 
 
-def test_expert_pressure_alone_turns_the_choice():
+def test_expert_pressure_alone_changes_the_choice():
     state = view(trace(expert_pressure=4.0), trace(expert_pressure=1.0), turn=0)
     assert choose_engine(state, GIMBAL, BUDGET).engine == 1
     blind = choose_engine(state, replace(GIMBAL, lambda_moe=0.0), BUDGET)
     assert (blind.engine, blind.rule, blind.scores_S) == (0, "close", (0.0, 0.0))
 
 
-def test_close_scores_go_in_turn():
+def test_close_scores_are_dispatched_round_robin():
     for gap, rule, engine in [(370, "close", 0), (371, "least_score", 1)]:
         state = view(trace(waiting_prefill_tokens=gap), trace())
         decision = choose_engine(state, GIMBAL, BUDGET)
@@ -85,7 +84,7 @@ def test_cache_guard_never_picks_the_fullest(kv_S, data):
         assert kv_S[decision.engine] == min(kv_S) < max(kv_S)
 
 
-def test_trap_1_absent_or_old_traces_are_not_zeros():
+def test_missing_or_old_traces_are_not_idle_engines():
     busy = trace(waiting_prefill_tokens=10**6)
     assert choose_engine(view(busy, None, turn=0), GIMBAL, BUDGET) == Decision(0, "missing")
     assert choose_engine(view(busy, None, turn=1), GIMBAL, BUDGET) == Decision(1, "missing")
@@ -95,7 +94,7 @@ def test_trap_1_absent_or_old_traces_are_not_zeros():
     assert choose_engine(one_is_fresh, GIMBAL, BUDGET).rule == "stale"
 
 
-def test_trap_3_ties_start_at_the_turn():
+def test_ties_start_at_the_turn():
     busy, idle = trace(waiting_prefill_tokens=10**6), trace()
     chosen = [choose_engine(view(busy, idle, idle, turn=turn), GIMBAL, BUDGET).engine for turn in range(3)]
     assert chosen == [1, 1, 2]
@@ -104,7 +103,7 @@ def test_trap_3_ties_start_at_the_turn():
     assert chosen == [0, 2, 2]
 
 
-def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
+def test_cached_prefix_counts_as_the_work_that_it_saves():
     state = view(trace(waiting_prefill_tokens=90), trace(), prompt_tokens=128, cached_tokens_S=(96, 0), turn=1)
     decision = choose_engine(state, GIMBAL, BUDGET)
     assert (decision.engine, decision.rule, decision.terms["uncached"]) == (0, "cached", (32, 128))
@@ -120,7 +119,7 @@ def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
     )
 
 
-def test_a_nearly_full_engine_draws_nothing():
+def test_cached_prefix_on_a_nearly_full_engine_does_not_count():
     hit = {"prompt_tokens": 2000, "cached_tokens_S": (1984, 0)}
     assert choose_engine(view(trace(kv_use=0.90), trace(kv_use=0.85), **hit), GIMBAL, BUDGET).engine == 0
     for others, rule in [(0.5, "kv_guard"), (0.85, "close")]:
@@ -141,14 +140,14 @@ def equal_but_for_the_cache(draw):
 
 
 @given(equal_but_for_the_cache())
-def test_of_equal_engines_one_with_the_longest_cached_beginning_wins_ties_in_turn(state):
+def test_among_equal_engines_the_longest_cached_prefix_wins(state):
     cached_S = state.cached_tokens_S
     order = [(state.turn + i) % len(cached_S) for i in range(len(cached_S))]
     assert choose_engine(state, GIMBAL, BUDGET).engine == max(order, key=lambda engine: cached_S[engine])
 
 
 @given(any_view(), st.integers(0, 4), st.integers(1, 10**5))
-def test_a_hit_moves_a_request_to_no_engine_that_is_busier_by_more_than_it_saves(state, engine, hit):
+def test_cached_prefix_never_outweighs_more_work_than_it_saves(state, engine, hit):
     engine %= len(state.traces)
     without = replace(state, cached_tokens_S=(0,) * len(state.traces))
     cached_S = tuple(hit if s == engine else 0 for s in range(len(state.traces)))
@@ -164,7 +163,7 @@ def test_a_hit_moves_a_request_to_no_engine_that_is_busier_by_more_than_it_saves
 
 @pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"tpu_inference"}))
 @given(state=any_view(), prompt_tokens=st.integers(1, 10**5))
-def test_without_a_cache_the_prompt_changes_no_decision(policy, state, prompt_tokens):
+def test_without_cached_tokens_the_prompt_length_changes_no_decision(policy, state, prompt_tokens):
     """Only tpu-inference's rule counted it before; nothing was cached for it to differ by."""
     nothing = replace(state, cached_tokens_S=(0,) * len(state.traces))
     config = DispatchConfig(policy=policy)
@@ -175,92 +174,15 @@ def test_without_a_cache_the_prompt_changes_no_decision(policy, state, prompt_to
 
 @pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"gimbal", "tpu_inference"}))
 @given(state=any_view())
-def test_the_other_policies_know_no_cache(policy, state):
+def test_other_policies_ignore_cached_tokens(policy, state):
     config, nothing = DispatchConfig(policy=policy), (0,) * len(state.traces)
     assert choose_engine(state, config, BUDGET) == choose_engine(
         replace(state, cached_tokens_S=nothing), config, BUDGET
     )
 
 
-def test_of_engines_with_close_scores_the_nearest_and_of_those_the_least_loaded():
-    loads = [370, 100, 90, 0, 371]
-    state = view(
-        *(trace(waiting_prefill_tokens=load) for load in loads), distance_S=(-0.2, -0.195, 0.1, 0.05, -0.9), turn=2
-    )
-    decision = choose_engine(state, AFFINITY, BUDGET)
-    assert (decision.engine, decision.rule) == (1, "affinity")
-    # 0.3 farther is thirty times what makes a difference, and that is worth all that counts as close
-    assert decision.terms["distance"] == pytest.approx((0, 0, 30 * 370, 25 * 370, 0))
-    assert decision.explain().splitlines()[4] == "  engine 3: 9250 = 9250 distance"
-    too_busy = replace(state, traces=(*state.traces[:1], trace(waiting_prefill_tokens=371), *state.traces[2:]))
-    assert choose_engine(too_busy, AFFINITY, BUDGET).engine == 0
-    cached = replace(state, prompt_tokens=200, cached_tokens_S=(0, 0, 0, 100, 0))
-    assert choose_engine(cached, AFFINITY, BUDGET) == choose_engine(cached, GIMBAL, BUDGET)
-
-
-@st.composite
-def about_equal_engines(draw):
-    """Often with close scores, sometimes with a full cache or a hit."""
-    engines = draw(st.integers(2, 5))
-
-    def per_engine(values):
-        return tuple(draw(st.lists(values, min_size=engines, max_size=engines)))
-
-    some_trace = st.builds(
-        trace, waiting_prefill_tokens=st.integers(0, 500), kv_use=st.sampled_from([0.0] * 12 + [0.1, 0.93])
-    )
-    return view(
-        *per_engine(some_trace),
-        compensation_S=per_engine(st.integers(0, 100)),
-        prompt_tokens=200,
-        cached_tokens_S=draw(
-            st.just((0,) * engines) | st.just((100,) * engines) | st.just((100,) + (0,) * (engines - 1))
-        ),
-        distance_S=per_engine(st.sampled_from([0.0, 0.005, -0.3, 0.02]) | st.floats(-1, 1)),
-        turn=draw(st.integers(0, engines - 1)),
-    )
-
-
-@given(about_equal_engines() | any_view())
-def test_affinity_goes_against_neither_guard_nor_load_nor_what_is_cached(state):
-    decision, before = (choose_engine(state, config, BUDGET) for config in (AFFINITY, GIMBAL))
-    if decision.rule != "affinity":
-        assert decision == before
-        return
-    assert before.rule in ("close", "least_score") and len(set(before.terms.get("uncached", ()))) <= 1
-    scores_S, chosen = before.scores_S, decision.engine
-    assert chosen is not None and scores_S[chosen] - min(scores_S) <= CLOSE
-    close = [engine for engine, score in enumerate(scores_S) if score - min(scores_S) <= CLOSE]
-    distance_S, nearest = state.distance_S, min(state.distance_S[engine] for engine in close)
-    assert distance_S[chosen] - nearest <= NEARER < max(distance_S[engine] for engine in close) - nearest
-    equally_near = [engine for engine in close if distance_S[engine] - nearest <= NEARER]
-    assert scores_S[chosen] == pytest.approx(min(scores_S[engine] for engine in equally_near))
-
-
-@given(any_view(), st.floats(-1, 1), st.lists(st.floats(0, NEARER), min_size=5, max_size=5))
-def test_equal_distances_and_noise_change_nothing(state, distance, noise):
-    alike_S = tuple(distance + noise[engine] / 2 for engine in range(len(state.traces)))
-    as_before = choose_engine(replace(state, distance_S=()), GIMBAL, BUDGET)
-    assert choose_engine(replace(state, distance_S=alike_S), AFFINITY, BUDGET) == as_before
-
-
-@pytest.mark.parametrize("policy", get_args(DispatchPolicy))
-@given(state=any_view())
-def test_without_affinity_and_under_other_policies_distance_means_nothing(policy, state):
-    for config in DispatchConfig(policy=policy), DispatchConfig(policy=policy, affinity=policy != "gimbal"):
-        assert choose_engine(state, config, BUDGET) == choose_engine(replace(state, distance_S=()), config, BUDGET)
-
-
-def test_equally_near_idle_engines_go_in_turn():
-    near_S = (0.1, -0.1, -0.1, 0.1)
-    chosen = [
-        choose_engine(view(*[trace()] * 4, distance_S=near_S, turn=turn), AFFINITY, BUDGET).engine for turn in range(4)
-    ]
-    assert chosen == [1, 1, 2, 1]
-
-
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
-def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
+def test_least_returns_the_first_minimum_from_the_start_on(values, data):
     start = data.draw(st.integers(0, len(values) - 1))
     order = [*range(start, len(values)), *range(start)]
     assert least(values, start) == min(order, key=lambda engine: values[engine])
@@ -268,7 +190,7 @@ def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
 
 @pytest.mark.parametrize("policy", get_args(DispatchPolicy))
 @given(state=any_view())
-def test_every_policy_answers_every_view(policy, state):
+def test_every_policy_decides_for_any_view(policy, state):
     decision = choose_engine(state, DispatchConfig(policy=policy), BUDGET)
     if policy == "late":
         assert decision == Decision(None, "late")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from gimbal_jax.scheduler.dispatch import View
+from gimbal_jax.scheduler.dispatch_decision import View
 from gimbal_jax.scheduler.trace import Trace, idle_trace
 
 BUDGET = 1000
@@ -68,7 +68,4 @@ def any_view(draw) -> View:
         prompt_tokens=draw(st.integers(1, 10**5)),
         cached_tokens_S=per_engine(few),
         draw=draw(st.floats(0, 1, exclude_max=True)),
-        distance_S=draw(
-            st.sampled_from([(), per_engine(st.sampled_from([0.0, 0.005, -0.3, 0.02]) | st.floats(-1, 1))])
-        ),
     )

@@ -8,14 +8,14 @@ import time
 from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.live import LiveView
-from gimbal_jax.serving.operators import serve_operators
-from gimbal_jax.serving.request import SamplingParams
-from gimbal_jax.serving.request_metrics import RequestHistograms
-from gimbal_jax.serving.request_record import Origin
-from gimbal_jax.serving.server import Server
-from tests.serving.fake_runner import FakeRunner
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.request import SamplingParams
+from gimbal_jax.serving.frontend.frontend import Frontend
+from gimbal_jax.serving.frontend.record import Origin
+from gimbal_jax.serving.monitoring.live import LiveView
+from gimbal_jax.serving.monitoring.operators import serve_operators
+from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
+from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 
 CONFIG = ServerConfig(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gimbal_jax.serving.request_record import Origin, RequestRecord
+from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 
 RECORD: dict[str, Any] = {
     "request_id": "r-1",

@@ -9,12 +9,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gimbal_jax.config import PlacementConfig
-from gimbal_jax.serving.frontend import Frontend
-from gimbal_jax.serving.metrics import metrics_registry
-from gimbal_jax.serving.request import SamplingParams
-from gimbal_jax.serving.request_metrics import RequestHistograms
-from gimbal_jax.serving.request_record import RequestRecord
-from tests.serving.ticked_server import CONFIG, open_server
+from gimbal_jax.serving.engine.request import SamplingParams
+from gimbal_jax.serving.frontend.frontend import Frontend
+from gimbal_jax.serving.frontend.record import RequestRecord
+from gimbal_jax.serving.monitoring.metrics import metrics_registry
+from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
+from tests.serving.core.ticked_server import CONFIG, open_server
 
 BUSY = dataclasses.replace(CONFIG, placement=PlacementConfig("gimbal_refined", gamma=0.01, window_steps=6))
 

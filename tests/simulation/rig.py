@@ -8,7 +8,7 @@ import numpy as np
 from gimbal_jax.config import DispatchConfig, EngineConfig, MeshConfig, ModelConfig, PlacementConfig, QueueConfig
 from gimbal_jax.simulation.routing import RoutingConfig, synthetic_router
 from gimbal_jax.simulation.simulate import Testbed
-from gimbal_jax.simulation.system import System
+from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.workload import Arrival
 
 LAYERS, EXPERTS, K = 2, 16, 2

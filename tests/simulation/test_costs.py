@@ -9,12 +9,12 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.cost_sets import COST_SETS, GRAPH
 from gimbal_jax.simulation.costs import h100_costs, launch_seconds
-from gimbal_jax.simulation.fit import LATENCY_S, REARRANGEMENT_S, baseline_run, mean_rearrangement
 from gimbal_jax.simulation.work import EngineWork, StepWork
+from research.fit import LATENCY_S, REARRANGEMENT_S, baseline_run, mean_rearrangement
 
 MODEL, MESH = PRESETS["Qwen3-30B-A3B"], MeshConfig(dp=2, tp=2)
 IDLE = EngineWork(np.zeros(0, np.int64), (), 0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.simulation.expert_kernel import TABLED_PAIRS, fit_expert_kernel
-from gimbal_jax.simulation.prediction import expert_errors
+from research.prediction import expert_errors
 
 KERNEL = fit_expert_kernel()
 LOADS = st.lists(st.integers(0, 3000), min_size=32, max_size=32)

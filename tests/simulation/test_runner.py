@@ -7,8 +7,8 @@ from gimbal_jax.config import MeshConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.plan import Chunk, DecodeRows, Plan, SamplingRows
-from gimbal_jax.serving.request import SamplingParams
+from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, SamplingRows
+from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.runner import SimulatedRunner
 from tests.simulation.rig import ENGINE, EXPERTS, LAYERS, ROUTER, TESTBED, FlatCosts, K

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gimbal_jax.bench.measurement import Measurement
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.plan import MeshPlan, PlanRequest, plan_mesh
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.measurement import Measurement
 from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
 from gimbal_jax.simulation.scenario import (
     KV_TOKENS,

@@ -41,7 +41,6 @@ def test_all_are_there_under_their_names():
         ("static", "moetuner", {"offline"}),
         ("multihost_static", "multihost_gimbal", {"placement"}),
         ("multihost_eplb", "multihost_eplb_hierarchical", {"placement"}),
-        ("multihost_gimbal_refined", "multihost_gimbal_refined_affinity", {"dispatch"}),
     ],
 )
 def test_two_systems_differ_in_one_thing(one, other, parts):

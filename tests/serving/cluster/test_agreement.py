@@ -75,7 +75,7 @@ def test_what_only_the_leader_decides_by_does_not_count():
     config = ServerConfig(
         MeshConfig(),
         EngineConfig(),
-        DispatchConfig("late", affinity=True),
+        DispatchConfig("late"),
         QueueConfig("fcfs"),
         PlacementConfig("static", min_gain=0.5),
     )

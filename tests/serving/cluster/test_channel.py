@@ -14,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from gimbal_jax.processes import Processes
-from gimbal_jax.serve_group import command_tls
-from gimbal_jax.serve_options import ServeOptions
+from gimbal_jax.cli.serve.group import command_tls
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.processes import Processes
 from gimbal_jax.serving.cluster import channel, connection
 from gimbal_jax.serving.cluster.channel import LeaderChannel, join_leader
 from gimbal_jax.serving.cluster.connection import HEAD, ChannelError, Connection, Kind, PeerLost
-from gimbal_jax.serving.server_process import free_port
-from tests.serving.test_tls import Authority
+from gimbal_jax.serving.network.ports import free_port
+from tests.serving.rpc.test_tls import Authority
 
 SECRET, OTHER_SECRET = b"right-secret-0123456789", b"wrong-secret-0123456789"
 FACTS = {"jax": "1", "checkpoint": "3fa2"}

@@ -1,0 +1,263 @@
+"""A server's life in twenty minutes: load near its capacity, clients that cancel, time out and die, experts that move.
+
+    python -m benchmarks.stress.soak [--seconds 1200] [--share 0.8] [--seed 0]
+
+Starts ``gimbal serve`` on the demo model with two engines, notes what a set of greedy requests gives while the server
+is quiet, measures how many requests a second it sustains, and then sends ``--share`` of that for ``--seconds``: some
+requests are cancelled after a few tokens, some have too short a deadline, every minute a client process with open
+streams is killed, and every few seconds a placement is decided anew and moves experts. Afterwards it says what was
+lost: tokens, pages, memory, file handles, latency. Writes out/soak/soak.json and soak.png; exit code 1 if a token or a
+page is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.stress.checked_streams import (
+    TIE,
+    Call,
+    Fate,
+    Sample,
+    Seen,
+    make_calls,
+    one,
+    quiet_answers,
+    request_of,
+    sample,
+    settled,
+)
+from gimbal_jax.bench.server_process import running_server
+from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.model.demo_model import write_demo_model
+from research.plots import plain
+
+OUT = Path("out/soak")
+MODEL = OUT / "demo-model"
+# Placement chases noise here: every decision moves experts, which is what the run is for.
+SERVER = ("--devices", "cpu:2", "--dp", "2", "--min-gain", "0", "--smoothing", "0", "--max-queue", "512")
+REQUESTS = 96
+CAPACITY_CLIENTS, CAPACITY_S = 48, 20.0
+CANCELLED, LATE = 0.12, 0.05
+"""Shares of requests that their client cancels, and whose deadline is too short."""
+MOVE_PERIOD_S, SAMPLE_PERIOD_S, KILL_PERIOD_S = 3.0, 5.0, 60.0
+VICTIM_STREAMS, VICTIM_LIFE_S = 8, 4.0
+WARM_UP_SHARE = 0.25
+"""The first part of the run does not count in the memory's slope: pools and caches fill."""
+
+console = Console()
+
+
+@dataclass
+class Soak:
+    """All that was measured."""
+
+    seen: list[Seen] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    killed: int = 0
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=10, help="How long the load lasts.")] = 1200,
+    share: Annotated[float, typer.Option(min=0.05, max=1.5, help="Of the measured capacity.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and fates.")] = 0,
+    victim: Annotated[str, typer.Option(hidden=True, help="Be a client of this server that is to be killed.")] = "",
+) -> None:
+    """Load, cancels, missed deadlines, killed clients and migrations: what is left behind?"""
+    if victim:
+        asyncio.run(be_killed(victim, seed))
+        return
+    OUT.mkdir(parents=True, exist_ok=True)
+    if not (MODEL / "config.json").exists():
+        write_demo_model(MODEL)
+    if not asyncio.run(soak(seconds, share, seed)):
+        raise typer.Exit(1)
+
+
+async def soak(seconds: float, share: float, seed: int) -> bool:
+    rng = np.random.default_rng(seed)
+    async with running_server(MODEL, SERVER, OUT / "server.log") as server, GimbalClient(server.target) as client:
+        pages = (await client.status()).free_pages_S
+        calls = await quiet_answers(client, make_calls(MODEL, REQUESTS, rng), console)
+        capacity = await measured_capacity(client, calls)
+        console.print(f"capacity: {capacity:.1f} requests/s with {CAPACITY_CLIENTS} clients; load: {share:.0%} of it")
+        await settled(client)
+        before = await sample(client, server.pid, 0.0)
+        result = Soak()
+        helpers = [
+            asyncio.create_task(keep_sampling(client, server.pid, result)),
+            asyncio.create_task(keep_moving(client)),
+            asyncio.create_task(keep_killing(server.target, result)),
+        ]
+        result.seen = await open_loop(client, calls, capacity * share, seconds, rng)
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+        await settled(client)
+        after = await sample(client, server.pid, seconds)
+        status = await client.status()
+        findings: dict[str, int | str] = {
+            "requests": len(result.seen),
+            "tokens lost or too many": sum(bool(seen.wrong) for seen in result.seen),
+            "streams that another rounding of a tie led elsewhere": sum(seen.gap is not None for seen in result.seen),
+            "streams with other tokens than the quiet run": sum((seen.gap or 0) > TIE for seen in result.seen),
+            "pages missing": sum(pages) - sum(status.free_pages_S),
+            "file handles more than before": after.files - before.files,
+            "clients killed": result.killed,
+            "experts moved": status.experts_moved,
+            "compiles after warm-up": status.compiles_after_warmup,
+            "RSS before and after, MiB": f"{before.rss_mib:.0f}, {after.rss_mib:.0f}",
+            "RSS slope, MiB per hour": f"{rss_slope(result.samples):.1f}",
+        }
+    report(findings, result, seconds)
+    draw(result, OUT / "soak.png")
+    numbers = {"findings": findings, **asdict(result)}
+    (OUT / "soak.json").write_text(json.dumps(numbers))
+    bad = "tokens lost or too many", "streams with other tokens than the quiet run", "pages missing"
+    return not any(findings[name] for name in bad)
+
+
+async def measured_capacity(client: GimbalClient, calls: list[Call]) -> float:
+    """Requests per second of clients that never rest; the first quarter does not count."""
+    start = time.monotonic()
+    ends: list[float] = []
+
+    async def keep_asking(number: int) -> None:
+        while time.monotonic() < start + CAPACITY_S:
+            async for _ in client.engine.Generate(request_of(calls[number % len(calls)])):
+                pass
+            ends.append(time.monotonic())
+            number += CAPACITY_CLIENTS
+
+    await asyncio.gather(*(keep_asking(number) for number in range(CAPACITY_CLIENTS)))
+    return sum(CAPACITY_S / 4 <= end - start < CAPACITY_S for end in ends) / (CAPACITY_S * 3 / 4)
+
+
+async def open_loop(
+    client: GimbalClient, calls: list[Call], rate: float, seconds: float, rng: np.random.Generator
+) -> list[Seen]:
+    """Poisson arrivals, whatever became of the earlier ones; each with its fate."""
+    start = time.monotonic()
+    due_s, tasks = 0.0, []
+    async with asyncio.TaskGroup() as group:
+        while (due_s := due_s + rng.exponential(1 / rate)) < seconds:
+            await asyncio.sleep(max(0.0, start + due_s - time.monotonic()))
+            call, patience, luck = calls[rng.integers(len(calls))], rng.random(), rng.random()
+            fate: Fate = "cancelled" if luck < CANCELLED else "late" if luck < CANCELLED + LATE else "whole"
+            tasks.append(group.create_task(one(client, call, fate, patience, start, start + due_s)))
+    return [task.result() for task in tasks]
+
+
+async def keep_moving(client: GimbalClient) -> None:
+    while True:
+        await asyncio.sleep(MOVE_PERIOD_S)
+        await client.rebalance()
+
+
+async def keep_killing(target: str, result: Soak) -> None:
+    """Every minute a client with open streams dies without a word."""
+    while True:
+        command = [sys.executable, "-m", "benchmarks.stress.soak", "--victim", target, "--seed", str(result.killed)]
+        victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            await asyncio.sleep(VICTIM_LIFE_S)
+        finally:
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+        result.killed += 1
+        await asyncio.sleep(KILL_PERIOD_S - VICTIM_LIFE_S)
+
+
+async def be_killed(target: str, seed: int) -> None:
+    async with GimbalClient(target) as client:
+
+        async def stream(number: int) -> None:
+            prompt = np.random.default_rng(seed * VICTIM_STREAMS + number).integers(10, 500, 60)
+            async for _ in client.engine.Generate(request_of(Call(tuple(prompt.tolist()), 2000))):
+                pass
+
+        await asyncio.gather(*(stream(number) for number in range(VICTIM_STREAMS)))
+
+
+async def keep_sampling(client: GimbalClient, pid: int, result: Soak) -> None:
+    start = time.monotonic()
+    while True:
+        result.samples.append(await sample(client, pid, time.monotonic() - start))
+        await asyncio.sleep(SAMPLE_PERIOD_S)
+
+
+def rss_slope(samples: list[Sample]) -> float:
+    """MiB per hour by least squares, without the first part of the run."""
+    kept = [sample for sample in samples if sample.time_s >= WARM_UP_SHARE * samples[-1].time_s]
+    if len(kept) < 3:
+        return float("nan")
+    return float(np.polyfit([s.time_s / 3600 for s in kept], [s.rss_mib for s in kept], 1)[0])
+
+
+def quarters(result: Soak, seconds: float) -> list[tuple[int, float, float, float, float]]:
+    """(streams, median and 99th percentile of the time to the first token, the same of the time per token), ms."""
+    rows = []
+    for quarter in range(4):
+        whole = [s for s in result.seen if s.fate == "whole" and quarter <= 4 * s.sent_s / seconds < quarter + 1]
+        ttft = [1e3 * s.ttft_s for s in whole if not np.isnan(s.ttft_s)] or [float("nan")]
+        tpot = [1e3 * (s.e2e_s - s.ttft_s) / (s.tokens - 1) for s in whole if s.tokens > 1] or [float("nan")]
+        rows.append((len(whole), *np.percentile(ttft, [50, 99]), *np.percentile(tpot, [50, 99])))
+    return rows
+
+
+def report(findings: dict[str, int | str], result: Soak, seconds: float) -> None:
+    table = Table("what", "found")
+    for name, value in findings.items():
+        table.add_row(name, str(value))
+    for outcome, count in sorted(Counter(f"{seen.fate}: {seen.status}" for seen in result.seen).items()):
+        table.add_row(outcome, str(count))
+    console.print(table)
+    table = Table("quarter", "whole streams", "TTFT p50, ms", "p99", "TPOT p50, ms", "p99")
+    for number, (streams, *times) in enumerate(quarters(result, seconds), start=1):
+        table.add_row(str(number), str(streams), *(f"{time:.1f}" for time in times))
+    console.print(table)
+    for wrong, count in Counter(seen.wrong for seen in result.seen if seen.wrong).most_common(5):
+        console.print(f"{count} x {wrong}")
+
+
+def draw(result: Soak, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    memory, latency, moved = figure.subplots(3, sharex=True)
+    minutes = [sample.time_s / 60 for sample in result.samples]
+    memory.plot(minutes, [sample.rss_mib for sample in result.samples])
+    memory.set_ylabel("RSS, MiB")
+    memory.set_ylim(0, 1.1 * max(sample.rss_mib for sample in result.samples))
+    ttft = {m: [s.ttft_s * 1e3 for s in result.seen if s.fate == "whole" and s.sent_s // 60 == m] for m in range(10**3)}
+    known = {m: np.nanpercentile(values, [50, 99]) for m, values in ttft.items() if values}
+    latency.plot([m + 0.5 for m in known], [p50 for p50, _ in known.values()], label="median")
+    latency.plot([m + 0.5 for m in known], [p99 for _, p99 in known.values()], label="p99")
+    latency.set_ylabel("time to first token, ms")
+    latency.legend(frameon=False)
+    moved.plot(minutes, [sample.experts_moved for sample in result.samples])
+    moved.set_ylabel("experts moved")
+    moved.set_xlabel("minutes")
+    for axes in (memory, latency, moved):
+        plain(axes)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        typer.run(main)

@@ -1,0 +1,254 @@
+"""What a tick costs without the devices: ``Server.tick`` over a runner that has its results at once.
+
+The arrays of a step are made as for real devices (``serving.batch``), in numpy, and real results are read from them;
+nothing computes. So this is all that the engine thread does between two steps: for 2, 16 and 64 engines of 256 running
+requests each, by phase, and how it grows; or over a long time, by what memory that takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gimbal_jax.config import GPU_ENGINE, MeshConfig, ModelConfig, ServerConfig
+from gimbal_jax.model.inputs import StepOutputs, StepShape, step_shape
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.scheduler.placement import static_placement
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.engine.plan import Plan, StepResult
+from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.engine.runner import Lap
+from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets
+
+LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
+"""Of Qwen3-30B-A3B."""
+MODEL = ModelConfig(
+    VOCABULARY,
+    2048,
+    6144,
+    LAYERS,
+    32,
+    4,
+    128,
+    EXPERTS,
+    TOP_K,
+    768,
+    moe_layers=tuple(range(LAYERS)),
+    max_position=40_960,
+)
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+CLOCK = time.thread_time
+"""CPU time: what else the machine does is not counted, and nothing here waits."""
+
+console = Console(width=150)
+
+
+class InstantRunner:
+    """Chooses token 1 everywhere; its traffic is one window after the other, over and over."""
+
+    expert_bytes = 3 * 2048 * 768 * 2
+    ahead = 1
+
+    def __init__(self, config: ServerConfig, windows_LSE: Sequence[np.ndarray], step_s: float = 0.0) -> None:
+        """``windows_LSE``: what each ``begin_counts`` gives. ``step_s``: how long a step takes on its devices."""
+        self.slot_of_expert_LE = static_placement(LAYERS, EXPERTS, config.mesh.ranks)
+        self._engine, self._step_s = config.engine, step_s
+        self._buckets = step_buckets(config.engine, config.mesh.tp)
+        self._blank = blank(config.engine, VOCABULARY, config.mesh.dp)
+        self._enqueued: deque[tuple[Sequence[Plan], StepShape, float]] = deque()
+        self._windows_LSE = itertools.cycle(windows_LSE)
+
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+        shape = step_shape(self._engine, bucket_for(plans, self._buckets))
+        stack(plans, shape, self._blank)
+        lap("batch")
+        before = self._enqueued[-1][2] if self._enqueued else 0.0
+        self._enqueued.append((plans, shape, max(before, time.perf_counter()) + self._step_s))
+
+    def results(self) -> list[StepResult]:
+        plans, shape, done = self._enqueued.popleft()
+        if (left := done - time.perf_counter()) > 0:
+            time.sleep(left)
+        outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
+        return [results_of(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+
+    def begin_counts(self) -> Callable[[], np.ndarray]:
+        counts_LSE = next(self._windows_LSE)
+        return lambda: counts_LSE
+
+    def migrate(self, layer: int, moves: Round) -> None:
+        self.slot_of_expert_LE = self.slot_of_expert_LE.copy()
+        self.slot_of_expert_LE[layer] = moves.slot_of_expert_E
+
+    def compiles_after_warmup(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engines have to do."""
+
+    name: str
+    sampling: SamplingParams = GREEDY
+    prompt: int = 128
+    output: int = 3500
+    """Tokens of a request; whenever one ends, another comes."""
+    waiting: int = 0
+    """Requests of each engine that wait beside those that run."""
+
+
+STEADY = Load("ends and admissions", output=256)
+LOADS = (
+    Load("decode"),
+    Load("sampling", replace(GREEDY, temperature=0.8, top_p=0.9, top_k=50)),
+    STEADY,
+    replace(STEADY, name="prefill chunks", prompt=2048),
+    replace(STEADY, name="1,000 waiting", waiting=1000),
+)
+
+
+class Clients:
+    """Keep so many requests in each engine; all their prompts are different."""
+
+    def __init__(self, server: Server, load: Load, running: int) -> None:
+        self._server, self._load = server, load
+        self._serial = itertools.count()
+        self._sent = [0] * len(server.engines)
+        self._engine_of: dict[str, int] = {}
+        server.on_outputs = self._take
+        self._ended: list[str] = []
+        for engine in range(len(server.engines)):
+            for place in range(running + load.waiting):
+                # The first ones end one after the other, as later ones do.
+                self._send(engine, 1 + (place * load.output) // running if place < running else load.output)
+
+    def renew(self) -> None:
+        """A new request for each that has ended."""
+        for name in self._ended:
+            self._send(self._engine_of.pop(name), self._load.output)
+        self._ended.clear()
+
+    def _take(self, outputs: list[Output]) -> None:
+        self._ended += [output.request_id for output in outputs if output.finish_reason is not None]
+
+    def _send(self, engine: int, output: int) -> None:
+        serial = next(self._serial)
+        prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
+        sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
+        self._sent[engine] += 1
+        self._engine_of[str(serial)] = engine
+        self._server.submit(Request(str(serial), prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+
+
+@contextmanager
+def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server, Clients]]:
+    """A server that is to be ticked by hand, with all rows running."""
+    longest = load.prompt + load.output + 1
+    engine = replace(
+        GPU_ENGINE, max_model_len=longest, max_rows=rows, num_pages=rows * (longest // 64 + 2), max_queue=2**20
+    )
+    config = ServerConfig(MeshConfig(engines, 1), engine)
+    counts_LSE = np.random.default_rng(0).poisson(100, (LAYERS, engines, EXPERTS))
+    server = Server(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
+    try:
+        server.open()
+        clients = Clients(server, load, rows)
+        while any(engine.running < rows for engine in server.engines):
+            server.tick(time.monotonic())
+            clients.renew()
+        yield server, clients
+    finally:
+        server.stop()
+
+
+def tick_seconds(server: Server, clients: Clients, ticks: int) -> np.ndarray:
+    """Of each of so many ticks; the requests that come in between are not counted."""
+    seconds = np.zeros(ticks)
+    for i in range(ticks):
+        began = CLOCK()
+        server.tick(time.monotonic())
+        seconds[i] = CLOCK() - began
+        clients.renew()
+    return seconds
+
+
+def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int) -> list[dict[str, object]]:
+    """Milliseconds of a tick and of its phases (mean, p50, p99), for each load and number of engines."""
+    found: list[dict[str, object]] = []
+    for load in loads:
+        for engines in sizes:
+            with loaded_server(engines, rows, load) as (server, clients):
+                tick_seconds(server, clients, 20)
+                seconds = tick_seconds(server, clients, ticks)
+                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().phases}
+            tick = [1e3 * float(value) for value in (seconds.mean(), *np.percentile(seconds, (50, 99)))]
+            found.append({"load": load.name, "engines": engines, "tick": tick, **phases})
+            console.print(f"{load.name}, {engines} engines: {tick[1]:.2f} ms")
+    return found
+
+
+def over_time(ticks: int, rows: int) -> None:
+    """Traced memory of a server as it runs, and the lines of code that hold more at the end than after a tenth."""
+    with loaded_server(2, rows, STEADY) as (server, clients):
+        tracemalloc.start()
+        for part in range(1, 11):
+            tick_seconds(server, clients, ticks // 10)
+            gc.collect()
+            console.print(f"{part * (ticks // 10):,} ticks: {tracemalloc.get_traced_memory()[0] / 2**10:,.0f} KiB")
+            if part == 1:
+                first = tracemalloc.take_snapshot()
+        grown = tracemalloc.take_snapshot().compare_to(first, "lineno")
+    for line in [line for line in grown if line.size_diff > 0][:10]:
+        console.print(line)
+
+
+def main(
+    engines: Annotated[str, typer.Option(help="Numbers of engines.")] = "2,16,64",
+    rows: Annotated[int, typer.Option(min=1, help="Running requests of each engine.")] = 256,
+    ticks: Annotated[int, typer.Option(min=10, help="Ticks to time; profiles hold the last 1,024.")] = 300,
+    only: Annotated[str, typer.Option(help="Loads whose names hold this text.")] = "",
+    long: Annotated[int, typer.Option(min=0, help="Instead: so many ticks of two engines, and their memory.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+) -> None:
+    """Print milliseconds: of the tick, medians of its phases, and how its cost per engine grows with the engines."""
+    if long:
+        return over_time(long, rows)
+    sizes = [int(number) for number in engines.split(",")]
+    found = at_scale([load for load in LOADS if only in load.name], sizes, rows, ticks)
+    phases = [name for name in found[0] if name not in ("load", "engines", "tick")]
+    table = Table("load", "engines", "mean", "p50", "p99", *phases, "growth per engine")
+    first = 0.0
+    for row in found:
+        of_tick: list[float] = row["tick"]  # type: ignore[assignment]
+        per_engine = of_tick[1] / row["engines"]  # type: ignore[operator]
+        first = per_engine if row["engines"] == sizes[0] else first
+        medians = (f"{row[name][1]:.2f}" for name in phases)  # type: ignore[index]
+        table.add_row(
+            str(row["load"]),
+            str(row["engines"]),
+            *(f"{value:.2f}" for value in of_tick),
+            *medians,
+            f"{per_engine / first:.2f}",
+        )
+    console.print(table)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

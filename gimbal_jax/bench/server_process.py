@@ -1,0 +1,96 @@
+"""``gimbal serve`` as a process of its own, for whoever puts load on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.client.records import Unavailable
+from gimbal_jax.serving.network.ports import free_port
+
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that serves."""
+
+    target: str
+    """Its gRPC address, HOST:PORT."""
+    pid: int
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    model: str | Path, options: Sequence[str], log: Path, start_timeout_s: float = START_TIMEOUT_S
+) -> AsyncIterator[RunningServer]:
+    """A server that serves; afterwards it is told to stop, and must exit with 0. Its output goes to ``log``.
+
+    Raises ChildProcessError if it does not serve in time, or fails to stop.
+    """
+    port = free_port()
+    target = f"127.0.0.1:{port}"
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), "--port", str(port), *options]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        try:
+            await until_serving(target, [process], start_timeout_s)
+        except ChildProcessError as error:
+            raise ChildProcessError(f"{error}:\n{_end_of(log)}") from None
+        yield RunningServer(target, process.pid)
+        process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
+        if code != 0:
+            raise ChildProcessError(f"the server exited with {code}:\n{_end_of(log)}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def until_serving(target: str, processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Returns when the server of these processes serves. Raises ChildProcessError if one ends, or the time is over.
+
+    A new connection each time, since a refused one waits before it retries.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(code is not None for code in codes) or time.monotonic() > deadline:
+            raise ChildProcessError(f"the server does not serve (exit code {', '.join(map(str, codes))})")
+        with contextlib.suppress(Unavailable):
+            async with GimbalClient(target) as client:
+                if await client.is_serving():
+                    return
+        await asyncio.sleep(0.2)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-2000:]
+
+
+def peak_rss_bytes(pid: int) -> int | None:
+    """Most memory that the process ever had in RAM; None on systems without ``/proc``."""
+    path = Path("/proc", str(pid), "status")
+    if not path.exists():
+        return None
+    return next(int(line.split()[1]) * 1024 for line in path.read_text().splitlines() if line.startswith("VmHWM:"))
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU time of the process so far, all threads; None on systems without ``/proc``."""
+    path = Path("/proc", str(pid), "stat")
+    if not path.exists():
+        return None
+    # What follows the program's name, which may hold blanks: fields 14 and 15 are its time in user and kernel mode.
+    fields = path.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

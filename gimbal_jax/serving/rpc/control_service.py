@@ -1,0 +1,97 @@
+"""gimbal.v1.Control over a Frontend: the records of the loop, as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import asdict
+
+import grpc
+
+from gimbal_jax.protos import control_pb2 as pb
+from gimbal_jax.protos import control_pb2_grpc as pb_grpc
+from gimbal_jax.serving.core.status import Status
+from gimbal_jax.serving.frontend.frontend import Frontend
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Control"].full_name
+
+type Context = grpc.aio.ServicerContext
+
+
+class ControlService(pb_grpc.ControlServicer):
+    """Reads the core's status and the dispatcher's memory; changes nothing but by ``Rebalance``."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._core = frontend.core
+
+    async def _status(self) -> Status:
+        # It copies arrays, and may wait for the engine thread.
+        return await asyncio.to_thread(self._core.status)
+
+    async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.GetPlacementResponse:
+        slot_of_expert_LE = (await self._status()).slot_of_expert_LE
+        layers, experts = slot_of_expert_LE.shape
+        mesh = self._core.config.mesh
+        return pb.GetPlacementResponse(
+            layers=layers,
+            experts=experts,
+            ranks=mesh.ranks,
+            sources=mesh.dp,
+            slot_of_expert_LE=slot_of_expert_LE.ravel().tolist(),
+        )
+
+    async def GetCounts(self, request: pb.GetCountsRequest, context: Context) -> pb.GetCountsResponse:
+        status = await self._status()
+        total = request.scope == pb.GetCountsRequest.TOTAL
+        counts_LSE = status.total_counts_LSE if total else status.window_counts_LSE
+        layers, sources, experts = counts_LSE.shape
+        return pb.GetCountsResponse(
+            layers=layers, sources=sources, experts=experts, counts_LSE=counts_LSE.ravel().tolist()
+        )
+
+    async def GetTraces(self, request: pb.GetTracesRequest, context: Context) -> pb.GetTracesResponse:
+        traces = [pb.Trace(**asdict(trace)) for trace in self._core.traces]
+        return pb.GetTracesResponse(now=self._frontend.clock(), traces=traces, central_queue=self._core.central_queue)
+
+    async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.GetDecisionsResponse:
+        recent = self._frontend.dispatcher.recent
+        skipped = max(0, len(recent) - request.last) if request.last else 0
+        dispatches = [
+            pb.Dispatch(
+                request_id=record.request_id,
+                time=record.time,
+                engine=record.decision.engine,
+                rule=record.decision.rule,
+                terms=[pb.Term(name=name, values_S=values_S) for name, values_S in record.decision.terms.items()],
+            )
+            for record in itertools.islice(recent, skipped, None)
+        ]
+        placements = [pb.Placement(**asdict(record)) for record in (await self._status()).placements]
+        return pb.GetDecisionsResponse(now=self._frontend.clock(), dispatches=dispatches, placements=placements)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        status = await self._status()
+        return pb.GetStatusResponse(
+            now=self._frontend.clock(),
+            state=status.state,
+            error=status.error,
+            step=status.step,
+            tokens_computed_S=status.tokens_computed_S,
+            free_pages_S=status.free_pages_S,
+            preemptions=status.preemptions,
+            experts_moved=status.experts_moved,
+            bytes_moved=status.bytes_moved,
+            compiles_after_warmup=status.compiles_after_warmup,
+            last_rebalance=status.last_rebalance,
+            active_requests=self._frontend.active,
+            central_queue=self._core.central_queue,
+            prefix_queries_S=status.prefix_queries_S,
+            prefix_hits_S=status.prefix_hits_S,
+            cached_pages_S=status.cached_pages_S,
+            phases=[pb.Phase(**asdict(phase)) for phase in status.phases],
+        )
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceResponse:
+        self._core.rebalance()
+        return pb.RebalanceResponse()

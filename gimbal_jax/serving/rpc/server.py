@@ -1,0 +1,178 @@
+"""The gRPC server of one process: its services, who may call them, and its life from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from gimbal_jax.config import NetworkConfig
+from gimbal_jax.protos import control_pb2_grpc
+from gimbal_jax.scheduler.dispatch import Choose, choose_engine
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.frontend.frontend import Frontend
+from gimbal_jax.serving.frontend.record import RequestRecord
+from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer
+from gimbal_jax.serving.monitoring.live import LiveView
+from gimbal_jax.serving.monitoring.operators import serve_operators
+from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
+from gimbal_jax.serving.network.api_keys import load_keys
+from gimbal_jax.serving.rpc import control_service, engine_service
+from gimbal_jax.serving.rpc.interceptors import Access, OwnProcesses, WellFormed
+from gimbal_jax.serving.rpc.listen import grpc_options, listen, local_options, warnings
+from gimbal_jax.serving.rpc.model_files import ModelFiles
+from gimbal_jax.serving.text.grammar import Constraints
+
+SERVICES = (engine_service.SERVICE, control_service.SERVICE)
+LIMITED = (f"/{engine_service.SERVICE}/Generate",)
+"""Methods whose calls are a client's requests."""
+STATE_PERIOD_S = 0.05
+"""The core's state is looked at this often."""
+CLOSE_S = 1.0
+"""Time for the last messages to reach clients, after every request has ended."""
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(
+    core: Server,
+    files: ModelFiles,
+    network: NetworkConfig,
+    stop: asyncio.Event,
+    *,
+    drain_timeout_s: float = 30.0,
+    operators: tuple[str, int] | None = None,
+    observers: Sequence[Callable[[RequestRecord], None]] = (),
+    gateway: Gateway | None = None,
+    profiler: engine_service.Profiler | None = None,
+    started: Callable[[int], None] = lambda port: None,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    new_seed: Callable[[], int] = lambda: random.getrandbits(32),
+    dispatch_policy: Choose = choose_engine,
+) -> None:
+    """Serve until ``stop`` is set, then drain: new requests are refused, and the
+    live ones have ``drain_timeout_s`` to end, after which they end with UNAVAILABLE.
+    When the core has failed all requests end so at once, and this returns by itself.
+
+    ``started`` is told the port when it is open. Health follows the core's state, so the core may still be
+    warming up, and the gateway's. ``operators`` is host and port of the operators' HTTP. ``observers`` get the
+    record of every request that ended, on the event loop. ``gateway`` runs meanwhile; clients use ``profiler``.
+    ``clock`` must be the core's own; ``dispatch_policy`` may be yours, in place of the configured one.
+    Raises ValueError where keys or certificates are no good, OSError where a port is taken.
+    """
+    keys = load_keys(network.api_keys) if network.api_keys is not None else None
+    access = Access(keys, LIMITED, network.max_streams_per_client, wall_clock)
+    server = grpc.aio.server(interceptors=(access, WellFormed()), options=grpc_options(network))
+    port = listen(server, network)
+    for warning in warnings(network):
+        _log.warning("%s", warning)
+
+    told = [*observers]
+    frontend = Frontend(core, clock, dispatch_policy, _tell(told))
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    constraints = None
+    if files.tokenizer is not None:
+        constraints = Constraints(files.tokenizer.json, core.model.vocab_size, core.model.eos_token_ids)
+    engine = engine_service.EngineService(frontend, files, new_seed, wall_clock, constraints, profiler)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
+    control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(frontend), server)
+    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    servers = [server]
+
+    def ready() -> bool:
+        return core.state == "serving" and not stop.is_set() and (gateway is None or gateway.ready)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(frontend.close)
+        if operators is not None:
+            live, histograms = LiveView(frontend, files.name), RequestHistograms(core.config)
+            told += [live.observe, histograms.observe]
+            stack.enter_context(serve_operators(frontend, live, histograms, *operators, ready))
+        await _set_health(health_servicer, ready())
+        follow = _follow_core(core, frontend, health_servicer, ready)
+        tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(follow)]
+        try:
+            if gateway is not None:
+                own_server, own_port = _server_of_gateway(engine, network, clock)
+                servers.append(own_server)
+                await own_server.start()
+                tasks.append(asyncio.create_task(_run_gateway(gateway, own_port, core)))
+            await server.start()
+            started(port)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what went wrong
+            await health_servicer.enter_graceful_shutdown()
+            frontend.refuse("the server is draining")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(frontend.idle.wait(), drain_timeout_s)
+        finally:
+            frontend.end_all("the server stopped before the request ended")
+            await _end(tasks)
+            await asyncio.gather(*(server.stop(CLOSE_S) for server in servers))
+
+
+def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[RequestRecord], None]:
+    """Tells all observers; requests go on whatever these do. Of each that fails the first failure is logged."""
+    failed = set()
+
+    def tell(record: RequestRecord) -> None:
+        for index, observe in enumerate(observers):
+            try:
+                observe(record)
+            except Exception:
+                if index not in failed:
+                    _log.exception("an observer of ended requests failed; later failures of it are not logged")
+                failed.add(index)
+
+    return tell
+
+
+async def _run_gateway(gateway: Gateway, port: int, core: Server) -> None:
+    """From the end of warm-up: a gateway that saw its server not healthy would believe it for a while."""
+    while core.state == "warming":
+        await asyncio.sleep(STATE_PERIOD_S)
+    await gateway.run(port)
+
+
+def _server_of_gateway(
+    engine: engine_service.EngineService, network: NetworkConfig, clock: Callable[[], float]
+) -> tuple[grpc.aio.Server, int]:
+    """A plain port on loopback for our own gateway alone, which can neither send a key nor speak TLS."""
+    access = OwnProcesses(lambda peer: is_own_peer(peer, port), clock)
+    server = grpc.aio.server(interceptors=(access,), options=local_options(network))
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    return server, port
+
+
+async def _follow_core(
+    core: Server, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
+) -> None:
+    """Health shows whether the server is ready. Returns when the core has ended, and then no stream waits for ever."""
+    while core.state not in ("failed", "stopped"):
+        await _set_health(servicer, ready())
+        await asyncio.sleep(STATE_PERIOD_S)
+    frontend.end_all(core.error or f"the engine has {core.state}")
+
+
+async def _set_health(servicer: health.aio.HealthServicer, serving: bool) -> None:
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for service in ("", *SERVICES):
+        await servicer.set(service, status)
+
+
+async def _end(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,274 @@
+"""The devices: a model on a mesh, compiled for every bucket before it serves."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.exceptions import DevicesLost
+from gimbal_jax.model.experts import exchange_table, move_experts
+from gimbal_jax.model.inputs import Bucket, StepOutputs, StepShape, step_shape, unused
+from gimbal_jax.model.sharding import put
+from gimbal_jax.model.step import (
+    COMPILER_OPTIONS,
+    DeviceState,
+    abstract_model,
+    new_state,
+    put_by_engine,
+    put_new,
+    step,
+)
+from gimbal_jax.model.transformer import StepLayout
+from gimbal_jax.pallas_kernels import backend_of
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.serving.engine.plan import Plan, StepResult
+from gimbal_jax.serving.engine.runner import Lap, Progress
+from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
+from gimbal_jax.serving.runtime.commands import (
+    Command,
+    Followers,
+    Layout,
+    Migrate,
+    Step,
+    TakeCounts,
+    engines_by_process,
+)
+from gimbal_jax.serving.runtime.programs import ProgramCache, compile_programs
+
+
+class CompileCounter:
+    """Counts XLA compilations of this process from now on, by jax's own monitoring events."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with self._lock:
+                self.count += 1
+
+
+@dataclass(frozen=True)
+class _Enqueued:
+    """A step whose results were not fetched yet."""
+
+    plans: Sequence[Plan]
+    shape: StepShape
+    outputs: StepOutputs
+
+
+class DeviceRunner:
+    """A model on a mesh. Compiles everything it will ever run in ``warm_up``.
+
+    Where the mesh spans processes each of them has one. The leader's takes the plans and tells its ``followers``
+    what to ``do``, so that all run the same programs in the same order.
+    """
+
+    ahead = 1
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ServerConfig,
+        mesh: jax.sharding.Mesh,
+        weights: nnx.State,
+        slot_of_expert_LE: np.ndarray,
+        dtype: Any,
+        programs: ProgramCache | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """``weights`` stand in the slot order of ``slot_of_expert_LE`` and are shared, not copied.
+
+        They may have another type than ``dtype``, that of hidden states and KV pages (see ``pallas_kernels.product``).
+
+        Programs are taken from ``programs`` and kept there, if it is given.
+        """
+        self.model, self.config, self.mesh = model, config, mesh
+        self.buckets = step_buckets(config.engine, config.mesh.tp)
+        self._programs, self._followers = programs, followers
+        self._graph, _ = abstract_model(model, dtype, mesh)
+        backend = backend_of(mesh.devices.flat[0])
+        self._layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend)
+        # A step is called with a plain tuple: to take the parameters of a deep model apart costs milliseconds.
+        self._leaves, self._tree = jax.tree.flatten(weights)
+        numbers = jax.tree.unflatten(self._tree, range(len(self._leaves)))["layers"]
+        mlps = [numbers[layer]["mlp"] for layer in model.moe_layers]
+        self._expert_leaves = [tuple(mlp[name].get_value() for name in ("gate_up", "down")) for mlp in mlps]
+        self._slots = np.array(slot_of_expert_LE, np.int32)
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._device_slots = put(self._slots, self._replicated)
+        self._by_engine = NamedSharding(mesh, PartitionSpec("dp"))
+        self._blank = put_by_engine(blank(config.engine, model.vocab_size, config.mesh.dp), mesh)
+        self.layout = Layout(self._shape, self._blank, engines_by_process(mesh))
+        self._state: DeviceState = new_state(model, config.engine, dtype, mesh)
+        self.expert_bytes = sum(array.nbytes for array in self._experts_of(0)) // model.num_experts
+        self._enqueued: deque[_Enqueued] = deque()
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._move: jax.stages.Compiled | None = None
+        self._take: jax.stages.Compiled | None = None
+        self._compilations = CompileCounter()
+        self._compiled_at_warmup: int | None = None  # known when it is over
+
+    @property
+    def slot_of_expert_LE(self) -> np.ndarray:
+        return self._slots
+
+    @property
+    def weights(self) -> nnx.State:
+        """Parameters, experts in slot order."""
+        return jax.tree.unflatten(self._tree, self._leaves)
+
+    def warm_up(self, progress: Progress = lambda done, total: None) -> None:
+        """Compile all buckets, the migration and the counter reset, then run each once on nothing.
+
+        What ``progress`` raises ends the warm-up as soon as the programs that are being compiled are done.
+        """
+        nowhere = np.zeros(0, np.int32)
+        table = self._table(Round(nowhere, nowhere, nowhere))
+        counts = self._state.counts_STLE
+        take = jax.jit(
+            lambda counts: (counts, jnp.zeros_like(counts)),
+            out_shardings=(self._for_host or counts.sharding, counts.sharding),
+        )
+        move = jax.jit(partial(move_experts, mesh=self.mesh), donate_argnums=0)
+        lowerers: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
+            bucket: partial(self._lower, bucket) for bucket in self.buckets
+        }
+        lowerers |= {"move": partial(move.lower, self._experts_of(0), *table), "take": partial(take.lower, counts)}
+        programs = compile_programs(lowerers, self._programs, COMPILER_OPTIONS, progress)
+        self._move, self._take = programs["move"], programs["take"]
+        self._steps = {bucket: programs[bucket] for bucket in self.buckets}
+        for bucket in self.buckets:
+            nothing = Step(bucket, unused(self.config.mesh.dp, self._shape(bucket)), self._blank)
+            jax.device_get(self._run(nothing).token_SC)
+        # Static placement has no memory for the buffers of moves (see ``model.memory.device_bytes``).
+        if self.config.placement.policy != "static":
+            for layer in range(len(self.model.moe_layers)):
+                self._migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
+        jax.device_get(self._take_counts())
+        self._compiled_at_warmup = self._compilations.count
+
+    def do(self, command: Command) -> None:
+        """What another process's runner has done or is about to do."""
+        match command:
+            case Step():
+                self._run(command)
+            case TakeCounts():
+                self._take_counts()
+            case Migrate(layer, moves):
+                self._migrate(layer, moves)
+
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+        bucket = bucket_for(plans, self.buckets)
+        shape = self._shape(bucket)
+        packed_SX, rare = stack(plans, shape, self._blank)
+        lap("batch")
+        step = Step(bucket, packed_SX, rare)
+        self._tell(step)
+        outputs = self._run(step)
+        if not any(wants_logprobs(plan) for plan in plans):
+            outputs = replace(outputs, logprobs=None)
+        if rare.want_targets is self._blank.want_targets:
+            outputs = replace(outputs, prompt_logprobs=None)
+        for array in jax.tree.leaves(outputs):
+            array.copy_to_host_async()
+        self._enqueued.append(_Enqueued(plans, shape, outputs))
+
+    def results(self) -> list[StepResult]:
+        oldest = self._enqueued.popleft()
+        try:
+            outputs = jax.device_get(oldest.outputs)
+        except Exception as error:
+            raise error if self._followers is None else self._followers.explain(error) from None
+        return [results_of(outputs, plan, s, oldest.shape) for s, plan in enumerate(oldest.plans)]
+
+    def begin_counts(self) -> Callable[[], np.ndarray]:
+        self._tell(TakeCounts())
+        counts_STLE = self._take_counts()
+        counts_STLE.copy_to_host_async()
+        return lambda: np.asarray(counts_STLE).astype(np.int64).sum(axis=1).transpose(1, 0, 2)
+
+    def migrate(self, layer: int, moves: Round) -> None:
+        self._table(moves)  # raises before anybody has moved anything
+        self._tell(Migrate(layer, moves))
+        self._migrate(layer, moves)
+
+    def _migrate(self, layer: int, moves: Round) -> None:
+        assert self._move is not None, "warm_up comes first"
+        table = self._table(moves)
+        slots = self._slots.copy()
+        slots[layer] = moves.slot_of_expert_E
+        device_slots = put(slots, self._replicated)
+        experts = self._experts_of(layer)
+        try:
+            moved = self._move(experts, *table)
+        except Exception as error:
+            # Nobody knows whether the other processes failed too.
+            if self._for_host or any(array.is_deleted() for array in experts):
+                raise DevicesLost(f"the experts of MoE layer {layer} were lost while they moved: {error}") from error
+            raise
+        # From here on nothing can fail, so that weights and table change together.
+        for number, array in zip(self._expert_leaves[layer], moved, strict=True):
+            self._leaves[number] = array
+        self._slots, self._device_slots = slots, device_slots
+
+    def compiles_after_warmup(self) -> int:
+        own = 0 if self._compiled_at_warmup is None else self._compilations.count - self._compiled_at_warmup
+        return own + (self._followers.compiles_after_warmup() if self._followers else 0)
+
+    def _tell(self, command: Command) -> None:
+        if self._followers is not None:
+            self._followers.send(command, self.layout)
+
+    @property
+    def _for_host(self) -> NamedSharding | None:
+        """Sharding of what the host reads, where no process has it all on its own devices."""
+        return None if self._replicated.is_fully_addressable else self._replicated
+
+    def _run(self, step: Step) -> StepOutputs:
+        inputs = step.packed_SX, step.rare
+        if self._for_host:  # a program takes the host's arrays only where it runs in one process
+            inputs = put_by_engine(step.packed_SX, self.mesh), put_new(step.rare, self._blank, self.mesh)
+        outputs, self._state = self._steps[step.bucket](tuple(self._leaves), self._state, self._device_slots, *inputs)
+        return outputs
+
+    def _take_counts(self) -> jax.Array:
+        """[S, T, L, E] since the last call."""
+        assert self._take is not None, "warm_up comes first"
+        counts_STLE, zeros_STLE = self._take(self._state.counts_STLE)
+        self._state = replace(self._state, counts_STLE=zeros_STLE)
+        return counts_STLE
+
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        shape = self._shape(bucket)
+
+        def run(leaves: tuple[jax.Array, ...], *rest: Any) -> tuple[StepOutputs, DeviceState]:
+            return step(self._graph, self._layout, shape, jax.tree.unflatten(self._tree, leaves), *rest)
+
+        packed_SX = jax.ShapeDtypeStruct((self.config.mesh.dp, shape.packed), np.int32, sharding=self._by_engine)
+        arguments = tuple(self._leaves), self._state, self._device_slots, packed_SX, self._blank
+        return jax.jit(run, donate_argnums=1, out_shardings=(self._for_host, None)).lower(*arguments)
+
+    def _shape(self, bucket: Bucket) -> StepShape:
+        return step_shape(self.config.engine, bucket)
+
+    def _table(self, moves: Round) -> tuple[np.ndarray, np.ndarray]:
+        """Raises ValueError where a round moves too much at once."""
+        sizes = self.model.num_experts, self.config.mesh.ranks, self.config.placement.rows_per_pair
+        return exchange_table(moves.src_slot, moves.dst_slot, *sizes)
+
+    def _experts_of(self, layer: int) -> tuple[jax.Array, ...]:
+        return tuple(self._leaves[number] for number in self._expert_leaves[layer])

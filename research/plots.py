@@ -1,0 +1,91 @@
+"""Panels that the pictures of runs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from examples.demo_report import RANK_COLOURS
+from gimbal_jax.simulation.scenario import Scenario
+from research.comparison import MEASURES, Estimate, Measure, load_of, under_system, value
+from research.store import ResultStore
+
+BLUE, YELLOW, RED, GREEN, PURPLE, SKY, BROWN, LEAF = RANK_COLOURS
+COLOURS = {
+    "vllm": "#444444",
+    "moetuner": BROWN,
+    "sem_moe": YELLOW,
+    "gimbal_dp": SKY,
+    "gimbal_ep": GREEN,
+    "gimbal_no_collab": PURPLE,
+    "gimbal": BLUE,
+    "gimbal+": RED,
+    "vllm_0_33": "#999999",
+    "sglang": LEAF,
+    "gimbal_uncalibrated": YELLOW,
+}
+"""Of systems; the same in all pictures. Others take colours in turn."""
+
+
+def colour(system: str, number: int = 0) -> str:
+    """Of a system or, if it has none of its own, of its place in a legend."""
+    return COLOURS.get(system, RANK_COLOURS[number % len(RANK_COLOURS)])
+
+
+def plain(axes: Axes) -> Axes:
+    """Without the spines that carry nothing."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    return axes
+
+
+def lines_by_load(
+    axes: Axes, store: ResultStore, settings: Sequence[Scenario], systems: Sequence[str], measure: Measure
+) -> None:
+    """A line per system: mean over seeds at each load, and the range of the seeds behind it."""
+    loads = sorted({load_of(scenario) for scenario in settings})
+    by_share = any(scenario.share_of_capacity is not None for scenario in settings)
+    for number, system in enumerate(systems):
+        runs = under_system(system, settings)
+        values = [[value(store, run, measure) for run in runs if load_of(run) == load] for load in loads]
+        lines(axes, loads, values, system, colour(system, number))
+    axes.set_xticks(loads, [f"{load:.0%}" if by_share else f"{load:g}" for load in loads])
+    axes.set_xlabel("share of vLLM's capacity" if by_share else "requests/s", fontsize=8)
+
+
+def lines(axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], label: str, shade: str) -> None:
+    """Means of the values at each x, and their range."""
+    known = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
+    axes.plot(x, [np.mean(at) for at in known], "o-", color=shade, label=label, linewidth=1.4, markersize=3)
+    axes.fill_between(x, [min(at) for at in known], [max(at) for at in known], color=shade, alpha=0.12, linewidth=0)
+    plain(axes)
+
+
+def bar(axes: Axes, place: float, found: Estimate, offset: float, shade: str, width: float = 0.72) -> None:
+    """A bar with its interval; see ``bars``."""
+    spread = [[found.mean - found.low], [found.high - found.mean]]
+    axes.bar(place, found.mean + offset, width, color=shade, yerr=spread, capsize=2, error_kw={"linewidth": 0.9})
+
+
+def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: str = ".3g") -> None:
+    """A bar per name, with its interval and its value; ``offset`` is added to all, 1 makes ratios of changes."""
+    for number, (name, estimate) in enumerate(found.items()):
+        bar(axes, number, estimate, offset, colour(name, number))
+        axes.annotate(
+            f"{estimate.mean + offset:{form}}",
+            (number, estimate.high + offset),
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            xytext=(0, 2),
+            textcoords="offset points",
+        )
+    axes.set_xticks(range(len(found)), list(found), rotation=35, ha="right", fontsize=8)
+    plain(axes)
+
+
+def label(measure: Measure) -> str:
+    """Of an axis."""
+    return MEASURES[measure].label

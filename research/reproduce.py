@@ -1,0 +1,157 @@
+"""Reproduces the paper's figures 2 to 12, and studies of ours, by simulation: `python -m research.reproduce`.
+
+Whatever is computed goes to results.jsonl in the folder of --out at once, and is not computed again: stop the command
+whenever you like, and call it again to go on. Results belong to the code that made them: after a change of the
+simulator take another folder. Pictures are drawn at the end; `python -m research.results_tables` prints all tables.
+Figure 13, the cost of counting, is measured and not simulated: `python -m research.collection_overhead`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gimbal_jax.cli.terminal import console, errors_said, fail
+from gimbal_jax.config import PlacementConfig
+from research.calibrate_placement import compare, synthetic
+from research.experiments import MOST_SEEDS, Experiment, Scope, experiments, in_order, quick
+from research.figures import draw_figures
+from research.store import ResultStore
+from research.tables import verdicts_table
+from research.tasks import CalibrationPoint, Task, at_capacity, capacity_task, run_task
+
+OUT = Path(__file__).resolve().parents[1] / "out" / "reproduce"
+SHOWN_ERRORS = 10
+CALIBRATION_RANKS = 4
+"""Over two sources, as on the paper's testbed."""
+
+
+def compute(task: Task) -> dict[str, Any]:
+    """What a worker does, and how long it took here."""
+    began = time.monotonic()
+    result = calibration_point(task) if isinstance(task, CalibrationPoint) else run_task(task)
+    return {**result, "wall_s": time.monotonic() - began}
+
+
+def calibration_point(task: CalibrationPoint) -> dict[str, Any]:
+    """Each policy's answers beside the exact ones."""
+    windows = synthetic(task.windows, CALIBRATION_RANKS, seed=0).sample(task.windows)
+    config = PlacementConfig(alpha=1.0, beta=task.beta, gamma=task.gamma)
+    return dict(compare(windows, config, task.time_limit_s, task.gap).policies)
+
+
+def compute_all(tasks: Sequence[Task], store: ResultStore, jobs: int) -> list[str]:
+    """Put the results of all tasks into the store, and say what went wrong."""
+    capacities = list(dict.fromkeys(found for task in tasks if (found := capacity_task(task)) is not None))
+    errors = compute_missing(capacities, store, jobs, "capacities", lambda task: task)
+
+    def at_rate(task: Task) -> Task:
+        found = capacity_task(task)
+        return task if found is None else at_capacity(task, store[found]["requests_per_s"])
+
+    ready = [task for task in tasks if (found := capacity_task(task)) is None or found in store]
+    return errors + compute_missing(ready, store, jobs, "runs", at_rate)
+
+
+def compute_missing(
+    tasks: Sequence[Task], store: ResultStore, jobs: int, what: str, prepare: Callable[[Task], Task]
+) -> list[str]:
+    """Compute what is not in the store yet. A first Ctrl-C starts nothing more and keeps what is under way."""
+    missing = [task for task in tasks if task not in store]
+    if not missing:
+        return []
+    errors: list[str] = []
+
+    def keep(future: Future[dict[str, Any]]) -> None:
+        if (error := future.exception()) is None:
+            store.add(waiting[future], future.result())
+        else:
+            errors.append(f"{waiting[future]}: {error}")
+        del waiting[future]
+
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers: more would only wait for each other
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=ignore_interrupts) as pool:
+        waiting = {pool.submit(compute, prepare(task)): task for task in missing}
+        with Progress(*columns, console=console, speed_estimate_period=300) as progress:
+            try:
+                for future in progress.track(as_completed(list(waiting)), total=len(waiting)):
+                    keep(future)
+            except KeyboardInterrupt:
+                console.print("stopping: what is under way is kept, a few seconds")
+                for future in as_completed([future for future in waiting if not future.cancel()]):
+                    keep(future)
+                raise
+    return errors
+
+
+def ignore_interrupts() -> None:
+    """Ctrl-C is the parent's affair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def overview(found: dict[str, Experiment], store: ResultStore) -> Table:
+    """Names of the experiments, and how much of them is done."""
+    table = Table("name", "what", title="Figures of the paper, and studies")
+    for column in ("runs", "done"):
+        table.add_column(column, justify="right")
+    for name, experiment in found.items():
+        tasks = set(experiment.tasks)
+        done = sum(task in store for task in tasks)
+        table.add_row(name, experiment.about, str(len(tasks)), "all" if done == len(tasks) else str(done))
+    table.add_row("13", "cost of counting, measured: python -m research.collection_overhead", "", "")
+    return table
+
+
+def main(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Names by --list; default: all.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = OUT,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=MOST_SEEDS, help="Of each setting; can be raised later.")
+    ] = Scope.seeds,
+    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = Scope.requests,
+    small: Annotated[bool, typer.Option("--quick", help="A look in minutes, in a folder of its own.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show the figures and how much of each is done.")] = False,
+) -> None:
+    """Compute what is missing, and draw."""
+    scope = Scope(requests, seeds)
+    if small:
+        scope, out = quick(scope), out / "quick"
+    known = experiments(scope)
+    if unknown := [name for name in names or () if name not in known]:
+        fail(f"figure {unknown[0]}: must be one of {', '.join(known)}")
+    with errors_said():
+        store = ResultStore(out / "results.jsonl")
+    if listed:
+        console.print(overview(known, store))
+        return
+    chosen = {name: known[name] for name in names or known}
+    began = time.monotonic()
+    errors = compute_all(in_order(chosen.values(), scope), store, jobs)
+    for path in draw_figures(store, scope, tuple(chosen), out):
+        console.print(f"drew {path}")
+    console.print(verdicts_table(store, scope).rich())
+    for error in errors[:SHOWN_ERRORS]:
+        console.print(f"failed: {error}")
+    if len(errors) > SHOWN_ERRORS:
+        console.print(f"failed: {len(errors) - SHOWN_ERRORS} more")
+    console.print(f"{len(store):,} results in {store.path}; this took {(time.monotonic() - began) / 60:.1f} minutes")
+    if errors:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

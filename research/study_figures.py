@@ -1,0 +1,217 @@
+"""Pictures of the studies; see ``study_tables`` for their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from gimbal_jax.simulation.scenario import REFERENCE, Scenario
+from gimbal_jax.simulation.systems import PRESSURE_WEIGHTS
+from research.comparison import Measure, changes, estimate, load_of, under_system, value
+from research.experiments import (
+    BUDGETS,
+    COMPARED,
+    DISPATCH_SYSTEMS,
+    GATHER_SYSTEMS,
+    MULTIHOST_MESHES,
+    MULTIHOST_PERSISTENCES,
+    MULTIHOST_VARIANTS,
+    VARIED,
+    Scope,
+    as_variant,
+    budget_settings,
+    fashionable,
+    late_settings,
+    multihost_settings,
+    pressure_systems,
+    queue_settings,
+    queue_systems,
+    replica_settings,
+    with_gather,
+    with_topics,
+)
+from research.plots import bars, colour, label, lines, lines_by_load
+from research.store import ResultStore
+from research.tasks import Replicas
+
+Drawn = Iterator[tuple[str, Figure]]
+TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
+
+
+def draw_topics(store: ResultStore, scope: Scope) -> Drawn:
+    """Sources that keep their topics: change of TPOT, and the remote share."""
+    yield from _changes_and("remote_share", "topics", "Sources keep topics", with_topics, COMPARED, store, scope)
+
+
+def draw_exchange(store: ResultStore, scope: Scope) -> Drawn:
+    """All-gather in place of all-to-all."""
+    yield from _changes_and("exchange_share", "exchange", "All-gather", with_gather, GATHER_SYSTEMS, store, scope)
+
+
+def draw_late(store: ResultStore, scope: Scope) -> Drawn:
+    """TTFT and its tail by load."""
+    found = [s for s in late_settings(scope) if s.workload.lengths == "azure-code"]
+    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot")
+    if figure := _by_load(store, found, DISPATCH_SYSTEMS, measures):
+        figure.suptitle("Late binding against dispatch at arrival, azure-code, simulated, costs graph", fontsize=10)
+        yield "study_late", figure
+
+
+def draw_budget(store: ResultStore, scope: Scope) -> Drawn:
+    """Latencies by the token budget of a step."""
+    found = budget_settings(scope)
+    if not _all(store, found, ("static", "late_static")):
+        return
+    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot", "e2e")
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    panels = figure.subplots(1, len(measures))
+    for axes, measure in zip(panels, measures, strict=True):
+        for number, system in enumerate(("static", "late_static")):
+            by_budget = [[s for s in under_system(system, found) if s.token_budget == budget] for budget in BUDGETS]
+            values = [[value(store, run, measure) for run in runs] for runs in by_budget]
+            lines(axes, BUDGETS, values, system, colour(system, number))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(BUDGETS, [str(budget) for budget in BUDGETS])
+        axes.set_xlabel("tokens of a step", fontsize=8)
+        axes.set_title(label(measure), fontsize=9)
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.suptitle("Token budget of a step, azure-code, simulated, costs graph", fontsize=10)
+    yield "study_budget", figure
+
+
+def draw_queues(store: ResultStore, scope: Scope) -> Drawn:
+    """TTFT and its tail by queue order, at the highest load."""
+    found = queue_settings(scope)
+    highest = [s for s in found if load_of(s) == max(map(load_of, found))]
+    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "e2e")
+    if not _all(store, found, queue_systems()):
+        return
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    for axes, measure in zip(figure.subplots(1, len(measures)), measures, strict=True):
+        runs = {system: under_system(system, highest) for system in queue_systems()}
+        bars(axes, {system: estimate([value(store, run, measure) for run in of]) for system, of in runs.items()})
+        axes.set_title(label(measure), fontsize=9)
+    figure.suptitle(f"Queue orders, azure-code, load {load_of(highest[0]):.0%}, simulated, costs graph", fontsize=10)
+    yield "study_queues", figure
+
+
+def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
+    """Time of the experts by placement, over the contiguous one's."""
+    found = [store[task] for scenario in replica_settings(scope) if (task := Replicas(scenario)) in store]
+    if not found:
+        return
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2), ("prefill", "decode"), strict=True):
+        by_name: dict[str, list[float]] = {}
+        for seconds in (run["experts_s"] for run in found):
+            for name in seconds:
+                by_name.setdefault(name, []).append(seconds[name][kind] / seconds["contiguous"][kind])
+        bars(axes, {name: estimate(ratios) for name, ratios in by_name.items()}, form=".3f")
+        axes.set_title("steps with prefill" if kind == "prefill" else "decode steps", fontsize=9)
+        axes.set_ylabel("experts' time over contiguous", fontsize=8)
+    figure.suptitle("Redundant experts, simulated, costs graph", fontsize=10)
+    yield "study_replicas", figure
+
+
+def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
+    """Latencies and bytes across nodes by persistence of topics."""
+    found = multihost_settings(scope)
+    if not all(any(run in store for run in as_variant(name, found)) for name in MULTIHOST_VARIANTS):
+        return
+    measures: tuple[Measure, ...] = ("tpot", "ttft", "far_bytes")
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    rows = figure.subplots(len(MULTIHOST_MESHES), len(measures))
+    for row, mesh in zip(rows, MULTIHOST_MESHES, strict=True):
+        for axes, measure in zip(row, measures, strict=True):
+            for number, name in enumerate(MULTIHOST_VARIANTS):
+                runs = [s for s in as_variant(name, found) if s.mesh == mesh]
+                by_x = [[s for s in runs if s.routing.persistence == p] for p in MULTIHOST_PERSISTENCES]
+                values = [[value(store, run, measure) for run in at] for at in by_x]
+                lines(axes, MULTIHOST_PERSISTENCES, values, name, colour("", number))
+            axes.set_xlabel("persistence of topics", fontsize=8)
+            axes.set_title(f"{mesh.nodes} nodes: {label(measure)}", fontsize=9)
+    rows[0][-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.0))
+    figure.suptitle("Qwen3-235B-A22B on nodes of 8 H100s, TP 4, simulated, costs graph", fontsize=10)
+    yield "study_multihost", figure
+
+
+def draw_pressure_weights(store: ResultStore, scope: Scope) -> Drawn:
+    """Changes by the weight of expert pressure in dispatch."""
+    found = fashionable(scope)
+    groups = pressure_systems()
+    if not _all(store, found, [system for systems in groups for system in systems]):
+        return
+    measures: tuple[Measure, ...] = ("ttft", "tpot", "e2e")
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    panels = figure.subplots(1, len(measures))
+    for axes, measure in zip(panels, measures, strict=True):
+        for number, (systems, name) in enumerate(zip(groups, ("experts stay", "gimbal's placement"), strict=True)):
+            before = under_system(systems[0], found)
+            values = [[100 * v for v in changes(store, under_system(s, found), before, measure)] for s in systems]
+            lines(axes, PRESSURE_WEIGHTS, values, name, colour("", number))
+        axes.axhline(0, color="#444444", linewidth=0.8, linestyle="--")
+        axes.set_xlabel("lambda_moe", fontsize=8)
+        axes.set_title(f"{measure.upper()}, change against 0, %", fontsize=9)
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.suptitle("Expert pressure in dispatch, topics in fashion, simulated, costs graph", fontsize=10)
+    yield "study_pressure", figure
+
+
+STUDIES: Mapping[str, Callable[[ResultStore, Scope], Drawn]] = {
+    "topics": draw_topics,
+    "exchange": draw_exchange,
+    "late": draw_late,
+    "budget": draw_budget,
+    "queues": draw_queues,
+    "replicas": draw_replicas,
+    "multihost": draw_multihost,
+    "pressure": draw_pressure_weights,
+}
+
+
+def _changes_and(
+    measure: Measure,
+    name: str,
+    title: str,
+    settings_of: Callable[..., list[Scenario]],
+    systems: Sequence[str],
+    store: ResultStore,
+    scope: Scope,
+) -> Drawn:
+    """TPOT and TTFT over vllm's, and another measure as it is, for each cost set."""
+    for costs in VARIED:
+        found = settings_of(scope, costs)
+        if not _all(store, found, systems):
+            continue
+        figure = Figure(figsize=(12, 3.4), layout="constrained")
+        *panels, last = figure.subplots(1, 3)
+        for axes, compared in zip(panels, TTFT_TPOT, strict=True):
+            before = under_system(REFERENCE, found)
+            ratios = {s: estimate(changes(store, under_system(s, found), before, compared)) for s in systems}
+            bars(axes, ratios, offset=1.0, form=".3f")
+            axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
+            axes.set_ylabel(f"{compared.upper()} over vllm's", fontsize=8)
+        bars(last, {s: estimate([value(store, run, measure) for run in under_system(s, found)]) for s in systems})
+        last.set_ylabel(label(measure), fontsize=8)
+        figure.suptitle(f"{title}, {scope.shapes[0]}, lowest and highest load, simulated, costs {costs}", fontsize=10)
+        yield f"study_{name}_{costs}", figure
+
+
+def _by_load(
+    store: ResultStore, found: Sequence[Scenario], systems: Sequence[str], measures: Sequence[Measure]
+) -> Figure | None:
+    if not _all(store, found, systems):
+        return None
+    figure = Figure(figsize=(4 * len(measures), 3), layout="constrained")
+    panels = figure.subplots(1, len(measures))
+    for axes, measure in zip(panels, measures, strict=True):
+        lines_by_load(axes, store, found, systems, measure)
+        axes.set_title(label(measure), fontsize=9)
+    panels[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _all(store: ResultStore, found: Sequence[Scenario], systems: Sequence[str]) -> bool:
+    """Whether there is a run of each of the systems."""
+    return all(any(run in store for run in under_system(system, found)) for system in systems)

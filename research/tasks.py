@@ -1,0 +1,136 @@
+"""What the reproduction computes besides runs: each one a small record, and a result that JSON can hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gimbal_jax.simulation.costs import CostSet, h100_costs
+from gimbal_jax.simulation.scenario import (
+    MODEL,
+    REFERENCE,
+    Scenario,
+    capacity,
+    run_scenario,
+    scenario_router,
+    simulate_scenario,
+    testbed,
+)
+from gimbal_jax.simulation.simulate import simulate
+from gimbal_jax.simulation.systems import SYSTEMS
+from gimbal_jax.simulation.workload import Arrival, WorkloadConfig
+from research.replicas import replica_study
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Requests per second that ``REFERENCE`` sustains in a scenario, by one seed."""
+
+    scenario: Scenario
+
+
+@dataclass(frozen=True)
+class OneRequest:
+    """A request alone on the paper's testbed."""
+
+    prompt_tokens: int
+    costs: CostSet
+    output_tokens: int = 128
+    """Enough for its TPOT."""
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Which experts a run's tokens chose, and from where."""
+
+    scenario: Scenario
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What redundant experts would save in a run's steps."""
+
+    scenario: Scenario
+
+
+@dataclass(frozen=True)
+class CalibrationPoint:
+    """Weights of the placement objective beside the exact solver; ``research/calibrate_placement.py`` computes it."""
+
+    beta: float
+    gamma: float
+    windows: int
+    time_limit_s: float = 5.0
+    gap: float = 1e-3
+
+
+Task = Scenario | Capacity | OneRequest | ExpertCounts | Replicas | CalibrationPoint
+
+
+def scenario_of(task: Task) -> Scenario | None:
+    """The run that a task is, or looks at."""
+    match task:
+        case Scenario():
+            return task
+        case ExpertCounts(scenario) | Replicas(scenario):
+            return scenario
+    return None
+
+
+def capacity_task(task: Task) -> Capacity | None:
+    """What must be known before a task that names its load as a share of capacity.
+
+    It does not depend on system, seed, topics or step budget, so that all of these are compared at one rate.
+    """
+    scenario = scenario_of(task)
+    if scenario is None or scenario.share_of_capacity is None:
+        return None
+    default = Scenario()
+    return Capacity(
+        replace(
+            scenario,
+            system=REFERENCE,
+            workload=WorkloadConfig(scenario.workload.lengths, scenario.workload.requests),
+            share_of_capacity=None,
+            routing=default.routing,
+            token_budget=default.token_budget,
+            seed=default.seed,
+        )
+    )
+
+
+def at_capacity(task: Task, sustained: float) -> Task:
+    """A task that needs a ``capacity_task``, with a rate in place of its share of these requests per second."""
+    scenario = scenario_of(task)
+    if scenario is None or scenario.share_of_capacity is None:
+        raise ValueError(f"{task} names no share of capacity")
+    workload = replace(scenario.workload, rate=scenario.share_of_capacity * sustained)
+    scenario = replace(scenario, share_of_capacity=None, workload=workload)
+    return replace(task, scenario=scenario) if isinstance(task, ExpertCounts | Replicas) else scenario
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """Compute it. Where it names a share of capacity that is measured for its own seed; see ``at_capacity``."""
+    match task:
+        case Scenario():
+            return run_scenario(task)
+        case Capacity(scenario):
+            return {"requests_per_s": capacity(scenario)}
+        case OneRequest():
+            return _one_request(task)
+        case ExpertCounts(scenario):
+            run = simulate_scenario(scenario)
+            return {"counts_LSE": run.counts_LSE.tolist(), "ranks": scenario.mesh.ranks}
+        case Replicas(scenario):
+            return replica_study(scenario)
+        case CalibrationPoint():
+            raise ValueError("a point of the calibration is computed by research/calibrate_placement.py")
+
+
+def _one_request(task: OneRequest) -> dict[str, Any]:
+    scenario = Scenario("static", task.costs)
+    costs = h100_costs(task.costs, MODEL, scenario.mesh, scenario.exchange)
+    arrivals = (Arrival(0.0, task.prompt_tokens, task.output_tokens),)
+    run = simulate(SYSTEMS["static"], testbed(scenario), costs, scenario_router(scenario), arrivals, seed=0)
+    kv_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 2 * MODEL.num_layers * task.prompt_tokens
+    return {"clients": asdict(run.clients), "kv_mib": kv_bytes / 2**20}

@@ -1,0 +1,75 @@
+"""A runner that notes what each step computed, how long it took, and where tokens were routed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from gimbal_jax.bench.measurement import Traffic
+from gimbal_jax.scheduler.migration import Round
+from gimbal_jax.serving.engine.plan import Plan, StepResult
+from gimbal_jax.serving.engine.runner import Lap, Runner
+from gimbal_jax.simulation.runner import engine_work
+from gimbal_jax.simulation.work import EngineWork
+from research.measured_costs import MeasuredStep
+
+
+class TimedRunner:
+    """Another ``Runner``, watched, and made to wait for each step before the next one: else they have no time each."""
+
+    ahead = 0
+
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+        self.expert_bytes = runner.expert_bytes
+        self._runner, self._clock = runner, clock
+        self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
+        """What was computed, from when to when."""
+        self._in_flight: deque[tuple[tuple[EngineWork, ...], float]] = deque()
+        """What is being computed, and since when."""
+        self._traffic: list[Traffic] = []
+
+    @property
+    def slot_of_expert_LE(self) -> np.ndarray:
+        return self._runner.slot_of_expert_LE
+
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+        self._in_flight.append((tuple(engine_work(plan) for plan in plans), self._clock()))
+        self._runner.enqueue(plans, lap)
+
+    def results(self) -> list[StepResult]:
+        results = self._runner.results()
+        work, began = self._in_flight.popleft()
+        self._steps.append((work, began, self._clock()))
+        return results
+
+    def begin_counts(self) -> Callable[[], np.ndarray]:
+        begun, slot_of_expert_LE = self._runner.begin_counts(), self.slot_of_expert_LE
+
+        def counts() -> np.ndarray:
+            counts_LSE = begun()
+            self._traffic.append(Traffic(counts_LSE, slot_of_expert_LE))
+            return counts_LSE
+
+        return counts
+
+    def migrate(self, layer: int, moves: Round) -> None:
+        self._runner.migrate(layer, moves)
+
+    def compiles_after_warmup(self) -> int:
+        return self._runner.compiles_after_warmup()
+
+    def take_steps(self) -> list[MeasuredStep]:
+        """The steps since the last call, but the last one: what came after it is not known."""
+        steps, self._steps = self._steps, []
+        return [
+            MeasuredStep(work, ended - began, next_began - ended)
+            for (work, began, ended), (_, next_began, _) in pairwise(steps)
+        ]
+
+    def take_traffic(self) -> list[Traffic]:
+        """What was counted since the last call, in the portions that the server fetched (every trace period)."""
+        traffic, self._traffic = self._traffic, []
+        return traffic

@@ -1,8 +1,0 @@
-"""`gimbal mesh check` as a script."""
-
-import typer
-
-from gimbal_jax.mesh_cli import check
-
-if __name__ == "__main__":
-    typer.run(check)

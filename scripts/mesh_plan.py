@@ -1,8 +1,0 @@
-"""`gimbal mesh plan` as a script."""
-
-import typer
-
-from gimbal_jax.mesh_cli import plan
-
-if __name__ == "__main__":
-    typer.run(plan)

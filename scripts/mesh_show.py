@@ -1,8 +1,0 @@
-"""`gimbal mesh show` as a script."""
-
-import typer
-
-from gimbal_jax.mesh_cli import show
-
-if __name__ == "__main__":
-    typer.run(show)

@@ -1,0 +1,68 @@
+"""The benches of the tick: they run what they say they run."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from benchmarks import placement as bench_placement
+from benchmarks.tick import LOADS, Load, at_scale, loaded_server, over_time, tick_seconds
+from gimbal_jax.scheduler.placement import propose
+from gimbal_jax.serving.engine.meters import PHASES
+from gimbal_jax.serving.placement import rebalance
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
+    rows, ticks = 4, 20
+    with loaded_server(2, rows, load) as (server, clients):
+        before = server.status()
+        seconds = tick_seconds(server, clients, ticks)
+        after = server.status()
+        assert len(seconds) == ticks
+        assert after.step - before.step == ticks
+        for engine in server.engines:
+            assert engine.running >= rows - 1  # one may have ended in this tick
+            assert engine.waiting >= load.waiting
+    computed = np.array(after.tokens_computed_S) - before.tokens_computed_S
+    prefill = np.array(after.prefill_tokens_S) - before.prefill_tokens_S
+    assert (computed - prefill >= (rows - 1) * ticks * 0.8).all()
+    assert after.preemptions_S == (0, 0)
+
+
+def test_prefill_goes_on_beside_decode():
+    load = next(load for load in LOADS if load.name == "prefill chunks")
+    with loaded_server(1, 64, load) as (server, clients):
+        before = server.status().prefill_tokens_S[0]
+        tick_seconds(server, clients, 8)  # each ends 64 / 256 of a request on average
+        assert server.status().prefill_tokens_S[0] - before >= load.prompt
+
+
+def test_figures_of_all_loads_and_sizes():
+    found = at_scale(LOADS[:2], (1, 2), rows=2, ticks=12)
+    assert [(row["load"], row["engines"]) for row in found] == [
+        (load.name, engines) for load in LOADS[:2] for engines in (1, 2)
+    ]
+    assert all(set(PHASES) < set(row) for row in found)
+
+
+def test_memory_is_told_over_time(capsys):
+    over_time(40, rows=2)
+    assert capsys.readouterr().out.count(" ticks: ") == 10
+
+
+def test_ticks_are_timed_beside_decisions_or_without_any(monkeypatch):
+    monkeypatch.setattr(bench_placement, "windows_LSE", lambda: [np.ones((48, 2, 128), np.int64)])
+    made: list[int] = []
+
+    def policy(counts_LSE, *others):
+        made.append(1)
+        return propose(counts_LSE, *others)
+
+    monkeypatch.setattr(rebalance, "propose", policy)
+    for window_steps in (20, bench_placement.NEVER):
+        made.clear()
+        milliseconds = bench_placement.tick_ms("gimbal", ThreadPoolExecutor(1), window_steps, 1e-3, 30)
+        assert len(milliseconds) >= 30
+        assert np.median(milliseconds) >= 1.0
+        assert (len(made) >= bench_placement.LEAST) == (window_steps == 20)
