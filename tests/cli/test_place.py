@@ -217,7 +217,7 @@ def test_what_a_file_lacks_is_an_error(file):
     [
         (
             ("--policy", "best"),
-            "--policy best: must be one of gimbal, gimbal_refined, gimbal_uncalibrated, eplb, eplb_hierarchical, stat",
+            "--policy best: must be one of gimbal, gimbal_refined, eplb, eplb_hierarchical, static",
         ),
         (("--window", 2), "window must be from 0 to 1, not 2"),
         (("--nodes", 3), "4 ranks cannot be split over 3 nodes; possible: 1, 2, 4"),
