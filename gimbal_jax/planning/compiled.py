@@ -24,7 +24,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.hardware import Gpu
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.runtime.batch import blank, step_buckets
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, step_buckets
 
 StepKind = Literal["decode", "mixed"]
 
@@ -85,7 +85,7 @@ def compile_step(
     more = missing * pages // _device_bytes(arguments[1].pages)
     filled = replace(config, engine=replace(config.engine, num_pages=pages + more))
     _, arguments = _step_arguments(shallow(model, layers), filled, mesh)
-    unasked = blank(config.engine, model.vocab_size, config.mesh.dp)
+    unasked = default_rare_inputs(config.engine, model.vocab_size, config.mesh.dp)
     on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
     shape = step_shape(config.engine, bucket)
     by_engine = NamedSharding(mesh, PartitionSpec("dp"))
