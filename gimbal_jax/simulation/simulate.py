@@ -22,6 +22,7 @@ from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
@@ -150,7 +151,8 @@ class _Simulation:
             overlapped=system.migration == "overlapped",
             on_time=self._observe,
         )
-        self._server = Server(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
+        rebalancer = Rebalancer(model, config, self._runner, decisions)
+        self._server = Server(model, config, self._runner, lambda: clock.now, rebalancer)
         self._server.on_outputs = self._deliver
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps

@@ -6,8 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import Interrupted, NotServing, QueueFull
@@ -21,8 +20,6 @@ from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
 from gimbal_jax.serving.engine.request import Output, Request, reason_of
 from gimbal_jax.serving.engine.runner import Runner
-from gimbal_jax.serving.placement.decision import Propose
-from gimbal_jax.serving.placement.files import CountsDump, PlacementState
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -48,15 +45,10 @@ class Server:
         config: ServerConfig,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
-        placement_policy: Propose | None = None,
-        dump: CountsDump | None = None,
-        placement_executor: Executor | None = None,
-        placement_state: PlacementState | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
-        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed;
-        so does ``placement_state`` every placement.
-
-        ``placement_executor`` runs the decisions, one at a time; by default a thread of the server's own.
+        """``rebalancer`` runs the placement loop of ``runner``; by default as the configuration says. ``stop`` closes
+        it.
         """
         self.model, self.config = model, config
         self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
@@ -65,14 +57,8 @@ class Server:
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
-        self._placement_executor = placement_executor or ThreadPoolExecutor(1, "placement")
-        self._dump = dump
-        self._placement_state = placement_state
-        on_window = dump.write if dump is not None else None
-        on_placement = placement_state.keep if placement_state is not None else None
-        self.rebalancer = Rebalancer(
-            model, config, runner, self._placement_executor, placement_policy, on_window, on_placement
-        )
+        self.rebalancer = rebalancer or Rebalancer(model, config, runner)
+        self._traffic = self.rebalancer.traffic
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
@@ -178,10 +164,7 @@ class Server:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-        self._placement_executor.shutdown(cancel_futures=True)
-        for file in (self._dump, self._placement_state):
-            if file is not None:
-                file.close()
+        self.rebalancer.close()
 
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
@@ -189,7 +172,8 @@ class Server:
             lap, enqueued = self._profile.lap, False
             self._profile.begin()
             trace_due = now - self._published >= self.config.dispatch.trace_period_s
-            self.rebalancer.begin(trace_due)
+            if trace_due or self.rebalancer.window_due:
+                self._traffic.request_counts()
             news = self._drain_inbox()
             lap("other")
             while self._in_flight and any(engine.waits_for_tokens for engine in self.engines):
@@ -206,7 +190,7 @@ class Server:
             if len(self._in_flight) > self._runner.ahead or (self._in_flight and not enqueued):
                 news += self._fetch()
             self._emit(news)
-            self.rebalancer.tick(now, self._step)
+            self.rebalancer.tick(now)
             if trace_due:
                 self._publish(now)
             self._count_waiting()
@@ -218,7 +202,8 @@ class Server:
         """The server at one moment, between two ticks."""
         with self._ticking:
             if self._state != "failed":  # the devices may have lost their counters with the step that failed
-                self.rebalancer.collect()  # complete unless steps are in flight
+                self._traffic.collect()  # complete unless steps are in flight
+            totals, windows = self.rebalancer.totals, self.rebalancer.windows
             return Status(
                 state=self._state,
                 error=self._error,
@@ -226,19 +211,19 @@ class Server:
                 traces=self._traces,
                 slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
                 window_counts_LSE=self.rebalancer.window_LSE.copy(),
-                total_counts_LSE=self.rebalancer.total_LSE.copy(),
+                total_counts_LSE=self._traffic.total_LSE.copy(),
                 tokens_computed_S=tuple(engine.tokens_computed for engine in self.engines),
                 prefill_tokens_S=tuple(engine.prefill_tokens for engine in self.engines),
                 free_pages_S=tuple(engine.free_pages for engine in self.engines),
                 queue_head_S=tuple(engine.queue_head(self._clock()) for engine in self.engines),
                 preemptions_S=tuple(engine.preemptions for engine in self.engines),
-                placements=tuple(self.rebalancer.records),
-                placement_totals=self.rebalancer.totals,
-                experts_moved=self.rebalancer.experts_moved,
-                bytes_moved=self.rebalancer.bytes_moved,
-                last_rebalance=self.rebalancer.last_rebalance,
-                windows_written=self._dump.written if self._dump else 0,
-                windows_lost=self._dump.lost if self._dump else 0,
+                placements=self.rebalancer.records,
+                placement_totals=replace(totals),
+                experts_moved=totals.experts_moved,
+                bytes_moved=totals.bytes_moved,
+                last_rebalance=totals.last_rebalance,
+                windows_written=windows.written if windows else 0,
+                windows_lost=windows.lost if windows else 0,
                 compiles_after_warmup=self._runner.compiles_after_warmup(),
                 step_seconds=self._step_seconds.record(),
                 step_tokens=self._step_tokens.record(),
@@ -253,7 +238,7 @@ class Server:
         self._runner.enqueue(plans, self._profile.lap)
         self._in_flight.append(_InFlight(plans, began))
         self._step_tokens.observe(sum(plan.tokens for plan in plans))
-        self.rebalancer.stepped()
+        self._traffic.step_enqueued()
         self._profile.lap("enqueue")
 
     def _fetch(self) -> list[Output]:
@@ -269,7 +254,7 @@ class Server:
         for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
             news += engine.commit(plan, result)
         self._step += 1
-        self.rebalancer.fetched()
+        self._traffic.step_fetched()
         self._profile.lap("commit")
         return news
 
@@ -313,7 +298,7 @@ class Server:
         return 1 + request.engine
 
     def _publish(self, now: float) -> None:
-        pressure_S = self.rebalancer.pressure_S()
+        pressure_S = self._traffic.pressure_S()
         self._traces = tuple(
             engine.trace(now, float(pressure)) for engine, pressure in zip(self.engines, pressure_S, strict=True)
         )

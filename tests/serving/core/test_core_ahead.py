@@ -12,10 +12,10 @@ from gimbal_jax.serving.engine.meters import PHASES
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Output
-from gimbal_jax.serving.placement.rebalance import ClosedWindow
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
+from tests.serving.placement.windows import Windows
 
 
 class Allowing:
@@ -84,8 +84,7 @@ def test_overlap_changes_no_token_and_counts_are_conserved(requests, pages):
         placement=replace(CONFIG.placement, policy="static", window_steps=3),
     )
     with open_server(config, ahead=1) as (server, _, outputs):
-        windows: list[ClosedWindow] = []
-        server.rebalancer._on_window = windows.append
+        server.rebalancer.windows = windows = Windows()
         for now in range(200):
             for i, (at, prompt, tokens, constrained) in enumerate(requests):
                 if at == now:
@@ -103,20 +102,19 @@ def test_overlap_changes_no_token_and_counts_are_conserved(requests, pages):
             status.total_counts_LSE.sum(axis=2) == np.array(status.tokens_computed_S) * MODEL.experts_per_token
         ).all()
         assert status.free_pages_S == (config.engine.num_pages,) * 2
-        assert all(window.steps >= 3 for window in windows)
-        assert sum(window.steps for window in windows) + server.rebalancer.open_steps == status.step
+        assert all(window.steps >= 3 for window in windows.closed)
+        assert sum(window.steps for window in windows.closed) + server.rebalancer.open_steps == status.step
 
 
 def test_windows_hold_exactly_their_steps_while_steps_are_in_flight():
     config = replace(CONFIG, placement=replace(CONFIG.placement, policy="static", window_steps=5))
     with open_server(config, ahead=1) as (server, _, _):
-        windows: list[ClosedWindow] = []
-        server.rebalancer._on_window = windows.append
+        server.rebalancer.windows = windows = Windows()
         server.submit(request("a", max_tokens=40))
         tick(server, 38)
         server.stop()  # its decisions take a thread
-        assert windows[0].steps == 5
-        first = windows[0]
+        assert windows.closed[0].steps == 5
+        first = windows.closed[0]
         assert (first.step, int(first.counts_LSE.sum())) == (5, (3 + 4) * 2 * 2)  # layers and experts of each token
 
 

@@ -15,7 +15,8 @@ from gimbal_jax.scheduler.counts_file import load_counts
 from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.placement import files as counts_dump
 from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump
-from gimbal_jax.serving.placement.rebalance import ClosedWindow
+from gimbal_jax.serving.placement.rebalance import Rebalancer
+from gimbal_jax.serving.placement.records import ClosedWindow
 from tests.serving.core.ticked_server import CONFIG, Outputs, request
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
@@ -43,7 +44,8 @@ def test_a_window_becomes_a_file(tmp_path):
 def test_a_server_dumps_every_window_and_goes_on(tmp_path):
     config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
     dump = CountsDump(tmp_path, "run", META)
-    server = Server(MODEL, config, FakeRunner(MODEL, config), dump=dump)
+    runner = FakeRunner(MODEL, config)
+    server = Server(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, windows=dump))
     outputs = Outputs(server)
     server.open()
     deadline = time.monotonic() + 20
@@ -56,6 +58,7 @@ def test_a_server_dumps_every_window_and_goes_on(tmp_path):
                 server.rebalancer.ask()
             server.tick(time.monotonic())
     server.stop()
+    dump.close()
     files = [load_counts(path) for path in sorted(tmp_path.iterdir())]
     status = server.status()
     assert len(files) == status.windows_written >= 6 and status.windows_lost == 0
