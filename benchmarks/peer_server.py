@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gimbal_jax.bench.server_process import free_port
+from gimbal_jax.serving.network.ports import free_port
 
 START_TIMEOUT_S, STOP_TIMEOUT_S, LOAD_TIMEOUT_S, ANSWER_TIMEOUT_S = 600.0, 30.0, 1800.0, 120.0
 

@@ -28,11 +28,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from gimbal_jax.bench.server_process import free_port, until_serving
+from gimbal_jax.bench.server_process import until_serving
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
 from gimbal_jax.model.demo_model import write_demo_model
 from gimbal_jax.model.hf_config import load_config
+from gimbal_jax.serving.network.ports import free_port
 
 OUT = Path("out/multihost")
 SHAPES = ((1, 4), (2, 2), (4, 1))

@@ -23,10 +23,10 @@ from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.exact import exact_answer
 from gimbal_jax.scheduler.greedy import greedy_rank_LE
-from gimbal_jax.scheduler.late import Room, Unbound, bind
+from gimbal_jax.scheduler.late import Capacity, PendingRequest, bind
 from gimbal_jax.scheduler.objective import Objective, window_objective
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.refined import refined_rank_LE
 from gimbal_jax.scheduler.trace import idle_trace
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
@@ -57,8 +57,7 @@ def dispatch(policy: DispatchPolicy, engines: int) -> Run:
     )
 
     def run() -> None:
-        dispatcher.dispatch("request", 1000, now=1.1)
-        dispatcher.finished("request")
+        dispatcher.dispatch("request", 1000, now=1.1).release()
 
     return run
 
@@ -72,12 +71,11 @@ def observe(engines: int) -> Run:
     def run() -> None:
         nonlocal now, traces
         now += 1.0
-        for name in names:
-            dispatcher.dispatch(name, 1000, now)
+        tickets = [dispatcher.dispatch(name, 1000, now) for name in names]
         traces = [replace(trace, time=now, seen=trace.seen + 10) for trace in traces]
         dispatcher.observe(traces)
-        for name in names:
-            dispatcher.finished(name)
+        for ticket in tickets:
+            ticket.release()
 
     return run
 
@@ -85,16 +83,16 @@ def observe(engines: int) -> Run:
 def sort_queue(requests: int) -> Run:
     """The order of one step."""
     config = QueueConfig()
-    jobs = [Job(arrival=0.01 * i, prefill_tokens=i * 37 % 1000) for i in range(requests)]
+    jobs = [QueueItem(arrival=0.01 * i, prefill_tokens=i * 37 % 1000) for i in range(requests)]
     return lambda: sorted(jobs, key=lambda job: queue_key(config, job, 8.0))
 
 
 def bind_late(engines: int, requests: int) -> Run:
     """Late binding to idle engines before one step."""
     config, queue = EngineConfig(token_budget=BUDGET, num_pages=10**6), QueueConfig()
-    waiting = [Unbound(str(i), Job(0.01 * i, 1000), (0,) * engines) for i in range(requests)]
-    rooms_S = [Room(decode_rows=s, free_rows=32, free_pages=10**6, prefills=()) for s in range(engines)]
-    return lambda: bind(waiting, rooms_S, config, queue, 0, 8.0)
+    waiting = [PendingRequest(str(i), QueueItem(0.01 * i, 1000), (0,) * engines) for i in range(requests)]
+    capacity_S = [Capacity(decode_rows=s, free_rows=32, free_pages=10**6, prefills=()) for s in range(engines)]
+    return lambda: bind(waiting, capacity_S, config, queue, 0, 8.0)
 
 
 def place(find: Callable[[Objective], object], layers: int, sources: int, ranks: int, nodes: int = 1) -> Run:

@@ -20,16 +20,17 @@ from gimbal_jax.config import (
     QueueConfig,
     ServerConfig,
 )
+from gimbal_jax.scheduler.baselines.redundant_experts import replicated_placement
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, save_counts
-from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, View
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.distance import distance_SR
-from gimbal_jax.scheduler.eplb import replicated_placement
-from gimbal_jax.scheduler.late import Room, Unbound, bind
+from gimbal_jax.scheduler.late import Capacity, PendingRequest, bind
 from gimbal_jax.scheduler.migration import Migration, Round, migration_between, plan_rounds
 from gimbal_jax.scheduler.objective import Objective, placement_cost_L, window_objective
 from gimbal_jax.scheduler.placement import Proposal, propose, static_placement
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace, idle_trace
 from gimbal_jax.scheduler.traffic import expert_pressure_S, far_share, imbalance_L, rank_load_LR, remote_share
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
@@ -42,27 +43,27 @@ if TYPE_CHECKING:
     from gimbal_jax.scheduler.exact import exact_answer
 
 __all__ = [
+    "Capacity",
     "CountsFile",
     "Decision",
     "DispatchConfig",
     "Dispatcher",
     "EngineConfig",
     "GimbalClient",
-    "Job",
     "MeshConfig",
     "Migration",
     "ModelConfig",
     "NetworkConfig",
     "Objective",
+    "PendingRequest",
     "PlacementConfig",
     "Proposal",
     "QueueConfig",
-    "Room",
+    "QueueItem",
     "Round",
     "Routing",
     "ServerConfig",
     "Trace",
-    "Unbound",
     "View",
     "WindowConfig",
     "__version__",

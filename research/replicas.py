@@ -14,7 +14,7 @@ import numpy as np
 
 from gimbal_jax.config import PlacementPolicy
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.scheduler.eplb import ReplicatedPlacement, replicated_placement
+from gimbal_jax.scheduler.baselines.redundant_experts import ReplicatedPlacement, replicated_placement
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.costs import h100_costs
 from gimbal_jax.simulation.scenario import Scenario, simulate_scenario

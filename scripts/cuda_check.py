@@ -19,11 +19,10 @@ from rich.console import Console
 from gimbal_jax.cli.terminal import console, progress_bar
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.planning.check import check_plan, server_config
-from gimbal_jax.planning.check_report import COLUMNS, row, table
-from gimbal_jax.planning.checks import kv_tokens
-from gimbal_jax.planning.gpus import parse_gpus
+from gimbal_jax.planning.check import COLUMNS, check_plan, row, server_config, table
+from gimbal_jax.planning.hardware import parse_gpus
 from gimbal_jax.planning.plan import PlanRequest
+from gimbal_jax.planning.rules import kv_tokens
 from scripts.cuda_document import DOCUMENT, markdown, write_section
 
 PLANS = (

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gimbal_jax.pallas_kernels import grouped_ffn, paged_attention, route_and_count
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.kernels import KernelResources, compile_with_kernels
 from gimbal_jax.planning.target import compile_only_devices
 from scripts.cuda_document import markdown, write_section

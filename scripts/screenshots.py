@@ -21,11 +21,12 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from gimbal_jax.bench.server_process import free_port, running_server
+from gimbal_jax.bench.server_process import running_server
 from gimbal_jax.cli.top import data_address, fetch
 from gimbal_jax.cli.top_screen import frame
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt, write_demo_model
+from gimbal_jax.serving.network.ports import free_port
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 
 OUT, PICTURES = Path("out/screenshots"), Path("docs/pictures")

@@ -20,7 +20,7 @@ from gimbal_jax.config import MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.inputs import Bucket
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.compiled import compile_step
-from gimbal_jax.planning.gpus import Gpu, gpu_kinds
+from gimbal_jax.planning.hardware import Gpu, gpu_kinds
 from gimbal_jax.planning.target import compile_only_devices
 
 STEP_LAYERS = 2

@@ -33,9 +33,10 @@ from rich.table import Table
 
 from benchmarks.stress.checked_streams import TIE, Call, Sample, make_calls, one, quiet_answers, sample, settled
 from benchmarks.stress.fuzz_requests import HOSTILE, RARE, TIMEOUT_S, Answer, Send, Target
-from gimbal_jax.bench.server_process import free_port, running_server
+from gimbal_jax.bench.server_process import running_server
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
+from gimbal_jax.serving.network.ports import free_port
 
 OUT = Path("out/fuzz")
 MODEL = OUT / "demo-model"

@@ -111,7 +111,7 @@ def _medians(rounds: Sequence[Round]) -> dict[Kind, dict[str, float]]:
 def _table(first: str, *others: str) -> Table:
     table = Table(Column(first, no_wrap=True), pad_edge=False)
     for name in others:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     return table
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import Unavailable
+from gimbal_jax.serving.network.ports import free_port
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
 
@@ -76,13 +76,6 @@ async def until_serving(target: str, processes: Sequence[subprocess.Popen[bytes]
 
 def _end_of(log: Path) -> str:
     return log.read_text()[-2000:]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def peak_rss_bytes(pid: int) -> int | None:

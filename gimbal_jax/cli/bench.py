@@ -21,10 +21,11 @@ from gimbal_jax.bench.load import LoadConfig, lengths_of
 from gimbal_jax.bench.replay import SendFailed
 from gimbal_jax.bench.report import last_profiles, latency_table, profile_table, rate_table
 from gimbal_jax.bench.rounds import Rate, Round, Surface, grpc_surface, http_surface, measure
-from gimbal_jax.bench.server_process import free_port, peak_rss_bytes, running_server
-from gimbal_jax.cli.terminal import console, errors_said, progress_bar
+from gimbal_jax.bench.server_process import peak_rss_bytes, running_server
+from gimbal_jax.cli.terminal import console, errors_said, print_table, progress_bar
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
+from gimbal_jax.serving.network.ports import free_port
 from gimbal_jax.version import __version__
 
 
@@ -163,10 +164,10 @@ async def _own_server(place: Place, stack: contextlib.AsyncExitStack) -> Surface
 def show(surface: Surface, rounds: Sequence[Round], peak: int | None) -> None:
     """Tables and facts on stdout, errors on stderr."""
     out = Console()
-    out.print(rate_table(rounds))
-    out.print(latency_table(rounds))
+    print_table(rate_table(rounds))
+    print_table(latency_table(rounds))
     for kind, phases in last_profiles(rounds).items():
-        out.print(profile_table(kind, phases))
+        print_table(profile_table(kind, phases))
     say = partial(out.print, markup=False, highlight=False, soft_wrap=True)
     say(f"{surface.name} {surface.address}, model {surface.model}; prompts: {surface.prompts}")
     for rate in sorted({r.rate for r in rounds if r.rate is not None}):

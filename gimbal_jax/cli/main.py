@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
-from rich.console import Console
 
 from gimbal_jax.cli.bench import bench
 from gimbal_jax.cli.mesh import mesh_app
 from gimbal_jax.cli.serve.command import fetch_checkpoint, serve
 from gimbal_jax.cli.simulate import simulate
-from gimbal_jax.cli.terminal import console, errors_said, fail, progress_bar
+from gimbal_jax.cli.terminal import console, errors_said, fail, print_table, progress_bar
 from gimbal_jax.cli.top import top
 from gimbal_jax.config import LoadTerm, MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
 from gimbal_jax.serving.runtime.devices import DEVICES_HELP, DTYPE_HELP, load_on_mesh, set_up_devices
@@ -99,7 +98,7 @@ def place(
                 exact, solver = placing.exact_reference(answers[0], time_limit, progress)
             console.print(solver)
         for table in placing.tables(answers, layer_L, exact):
-            Console().print(table)
+            print_table(table)
         placing.draw([*answers, *([exact] if exact else [])], layer_L, picture)
     console.print(f"wrote {picture}")
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import console, errors_said
+from gimbal_jax.cli.terminal import console, errors_said, print_table
 from gimbal_jax.config import DispatchConfig, Exchange, MeshConfig, PlacementConfig, QueueConfig
 from gimbal_jax.simulation.cost_sets import CostSet
 from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
@@ -80,9 +80,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a system that serves on H100s: the real scheduler, on kernel times measured for Qwen3-30B-A3B."""
-    out = Console()
     if list_systems:
-        out.print(systems_table())
+        print_table(systems_table())
         return
     with errors_said():
         if system not in SYSTEMS:
@@ -118,7 +117,8 @@ def simulate(
         if json_file is not None:
             with json_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-    out.print(result_table(record))
+    print_table(result_table(record))
+    out = Console()
     for line in scenario_lines(at_rate, share_of_capacity):
         out.print(line, highlight=False, markup=False)
     console.print(f"{requests / seconds:,.0f} requests simulated per second, {seconds:.1f} s in all")

@@ -20,6 +20,7 @@ from rich.live import Live
 
 from gimbal_jax.cli.terminal import fail
 from gimbal_jax.cli.top_screen import frame
+from gimbal_jax.serving.gateway.gateway import printable
 
 PERIOD_S = 1.0
 TIMEOUT_S = 5.0
@@ -83,7 +84,7 @@ def _printable_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
-        return "".join(char if char.isprintable() else "�" for char in value)
+        return printable(value)
     if isinstance(value, list) and value and isinstance(value[0], str):
         return [_printable(item) for item in value]
     return value

@@ -38,7 +38,7 @@ from gimbal_jax.client.records import (
 )
 from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.scheduler.counts_file import save_counts
-from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from gimbal_jax.scheduler.dispatch import DispatchRecord
+from gimbal_jax.scheduler.dispatch_decision import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import TokenLogprobs

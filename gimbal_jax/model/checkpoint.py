@@ -1,8 +1,7 @@
 """Hugging Face safetensors, read tensor by tensor straight into their shards.
 
-One table says where each parameter comes from: the published tensors, how their axes
-are split and turned, and how they are joined. Only one shard of one parameter is in host memory
-at a time.
+``source_of`` is the one table from parameters to published tensors. It gives the tensors of a parameter, how their axes
+are split and transposed, and how they are joined. The host holds only one shard of one parameter at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served, with the names of what is wrong."""
+    """A checkpoint that cannot be served. The text names the folder, file or tensors that are wrong."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,25 @@ class Tensor:
 
     name: str
     shape: Shape
-    """In the file."""
+    """Shape in the file."""
     view: Shape
+    """Shape with the file's axes split."""
     order: tuple[int, ...]
+    """Axes of ``view`` in the order of the parameter's axes."""
     copies: int = 1
-    """How often each entry of the first axis of ``view`` stands in the parameter, one beside the other."""
+    """How often the parameter repeats each entry of the first axis of ``view``; copies are adjacent."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one parameter comes from: tensors that are joined along an axis.
-
-    ``tensors`` holds one such group, or for stacked experts that of each expert in expert order.
-    """
+    """The tensors that one parameter is read from."""
 
     tensors: tuple[tuple[Tensor, ...], ...]
+    """Groups of tensors to join: one group, or one per expert in expert order if ``stacked``."""
     join: int = 0
-    """Axis of the group's result; not sharded if there is something to join."""
+    """Axis along which a group's tensors are joined; not sharded if a group has several tensors."""
     stacked: bool = False
+    """Whether the groups are stacked along a new first axis, the slots of the experts."""
 
 
 def _as_is(name: str, *shape: int) -> Source:
@@ -64,15 +64,16 @@ def _as_is(name: str, *shape: int) -> Source:
 
 
 def _linear(name: str, out: Shape, into: Shape = ()) -> Tensor:
-    """A linear layer: the file holds [out, in], the model [in, out], either side maybe split. A bias has no ``in``."""
+    """Return a linear layer: [out, in] in the file, [in, out] in the model, each may be split. A bias has no in."""
     order = (*range(len(out), len(out) + len(into)), *range(len(out)))
     return Tensor(name, tuple(math.prod(side) for side in (out, into) if side), (*out, *into), order)
 
 
 def _qkv(attention: str, kind: str, c: ModelConfig, tp: int, into: Shape = ()) -> Source:
-    """[in, KV heads, the query heads of each and its key and value, head size]."""
+    """Return the joined projection [in, KV heads, query heads of each + its key + its value, head size]."""
     groups = kv_heads_in_cache(c, tp)
     q = _linear(f"{attention}q_proj.{kind}", (groups, c.num_heads // groups, c.head_dim), into)
+    # With more ranks than KV heads, each rank gets a copy of one key and one value head.
     k, v = (
         replace(
             _linear(f"{attention}{part}_proj.{kind}", (c.num_kv_heads, 1, c.head_dim), into),
@@ -92,7 +93,16 @@ def _experts(block: str, c: ModelConfig, parts: tuple[str, ...], out: Shape, int
 
 
 def source_of(path: tuple[Any, ...], c: ModelConfig, tp: int) -> Source:
-    """The source of the parameter at this path of ``Qwen3Moe``, for ``tp`` ranks in an engine."""
+    """Return the source of a parameter.
+
+    Args:
+      path: of the parameter in ``Qwen3Moe``, as ``nnx.to_flat_state`` gives it.
+      c: the model's configuration.
+      tp: ranks of an engine.
+
+    Raises:
+      KeyError: the model has no such parameter.
+    """
     hidden, mlp, expert = (c.hidden_size,), (c.intermediate_size,), (c.moe_intermediate_size,)
     if path[0] != "layers":
         return {
@@ -121,6 +131,7 @@ def source_of(path: tuple[Any, ...], c: ModelConfig, tp: int) -> Source:
         case ("mlp", "router"):
             return Source(((_linear(block + "gate.weight", (c.num_experts,), hidden),),))
         case ("mlp", "gate_up") if path[1] not in c.moe_layers:
+            # The model's order is [in, gate or up, out].
             parts = (_linear(f"{block}{part}_proj.weight", (*mlp, 1), hidden) for part in ("gate", "up"))
             return Source((tuple(replace(part, order=(2, 1, 0)) for part in parts),), join=1)
         case ("mlp", "down") if path[1] not in c.moe_layers:
@@ -132,21 +143,24 @@ def source_of(path: tuple[Any, ...], c: ModelConfig, tp: int) -> Source:
     raise KeyError(f"no source for parameter {path}")
 
 
-def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
-    """What is missing, extra or wrongly shaped, by name."""
+def differences(stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
+    """Return one text for the missing tensors, one for the extra ones, and one per tensor of the wrong shape."""
     wrong = []
-    if missing := sorted(wanted.keys() - found.keys()):
+    if missing := sorted(expected.keys() - stored.keys()):
         wrong.append(f"missing tensors: {_some(missing)}")
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(stored.keys() - expected.keys()):
         wrong.append(f"tensors that this model has no place for: {_some(extra)}")
-    for name in sorted(wanted.keys() & found.keys()):
-        if found[name] != wanted[name]:
-            wrong.append(f"{name} has shape {found[name]}, the configuration says {wanted[name]}")
+    for name in sorted(expected.keys() & stored.keys()):
+        if stored[name] != expected[name]:
+            wrong.append(f"{name} has shape {stored[name]}, the configuration requires {expected[name]}")
     return wrong
 
 
 class SafetensorsFolder:
-    """The tensors of a folder: ``model.safetensors``, or shards with an index."""
+    """The tensors of a folder: ``model.safetensors``, or several files with an index.
+
+    Raises CheckpointError for a file that is missing, damaged or unreadable, and for indexed tensors in no file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,14 +173,18 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{folder}: {name} is missing") from error
             except SafetensorError as error:
                 raise CheckpointError(f"{folder / name} is damaged or truncated: {error}") from error
-            except OSError as error:  # its text names no file
+            except OSError as error:  # the text of an OSError names no file here
                 raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
         if lost := sorted(set(listed or ()) - set(self._file_of)):
             raise CheckpointError(f"{folder}: tensors that the index lists are in no file: {_some(lost)}")
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Refuse by name what is missing, extra, wrongly shaped or not a plain float."""
+        """Raise CheckpointError if the folder does not hold exactly tensors of these names and shapes, as plain floats.
+
+        The text names the first ten faults.
+        """
+        # Slices read only the header of a file.
         tensors = {name: file.get_slice(name) for name, file in self._file_of.items()}
         wrong = differences({name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, shapes)
         for name in sorted(shapes.keys() & tensors.keys()):
@@ -176,21 +194,31 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self._folder}: " + "; ".join(wrong[:10]))
 
     def types(self) -> set[str]:
-        """Of all tensors, as safetensors calls them."""
+        """Return the types of all tensors in the names of safetensors, such as BF16."""
         return {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
 
     def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of a tensor."""
+        """Return these entries of a tensor's first axis."""
         return self._file_of[name].get_slice(name)[rows]
 
 
 def read_shard(
     folder: SafetensorsFolder, source: Source, shape: Shape, index: Index, dtype: Any, expert_of_slot: np.ndarray
 ) -> np.ndarray:
-    """The part of a parameter of this shape that ``index`` selects."""
+    """Return one shard of a parameter.
+
+    Args:
+      folder: the tensors.
+      source: of the parameter.
+      shape: of the whole parameter.
+      index: the shard, one slice for each axis.
+      dtype: type of the result.
+      expert_of_slot: [E] expert of each slot of the parameter's layer; used for stacked sources only.
+    """
     if not source.stacked:
         parts = _read_parts(folder, source.tensors[0], source.join, index, dtype)
         return np.concatenate(parts, axis=source.join) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+    # Experts are written into the shard one after the other, so that the host never holds a second copy of it.
     shard = np.empty([len(range(size)[part]) for size, part in zip(shape, index, strict=True)], dtype)
     for place, expert in zip(shard, expert_of_slot[index[0]], strict=True):
         parts = _read_parts(folder, source.tensors[expert], source.join, index[1:], dtype)
@@ -207,13 +235,15 @@ def _read_parts(
 
 
 def _read(folder: SafetensorsFolder, tensor: Tensor, index: Index, dtype: Any) -> np.ndarray:
-    """What ``index`` selects of a tensor as the parameter holds it; of the file only the rows that it needs."""
+    """Return the part of a tensor that ``index`` selects in the parameter's axes. Only the needed rows are read."""
+    # ``index`` is in the parameter's axes: bring it into the order of the view's axes.
     first, *others = (index[tensor.order.index(axis)] for axis in range(len(tensor.view)))
+    # Entries of the view's first axis that are wanted, repeated for copies; each is ``rows`` rows of the file.
     entries = np.arange(tensor.view[0] * tensor.copies)[first] // tensor.copies
     rows, start = tensor.shape[0] // tensor.view[0], int(entries[0])
-    found = folder.read(tensor.name, slice(start * rows, (int(entries[-1]) + 1) * rows))
-    found = found.reshape(-1, *tensor.view[1:])[:, *others].astype(dtype, copy=False)
-    return (found if tensor.copies == 1 else found[entries - start]).transpose(tensor.order)
+    values = folder.read(tensor.name, slice(start * rows, (int(entries[-1]) + 1) * rows))
+    values = values.reshape(-1, *tensor.view[1:])[:, *others].astype(dtype, copy=False)
+    return (values if tensor.copies == 1 else values[entries - start]).transpose(tensor.order)
 
 
 def load_safetensors(
@@ -226,20 +256,21 @@ def load_safetensors(
     """Read a checkpoint into the shards that ``abstract`` describes.
 
     Args:
-      folder: holds the safetensors.
-      config: of the same checkpoint.
+      folder: the folder of the safetensors files.
+      config: configuration of the same checkpoint.
       abstract: from ``abstract_model``.
-      slot_of_expert_LE: placement of the MoE layers; expert weights are put in slot order.
-      progress: called with parameters done and in all.
+      slot_of_expert_LE: placement of the MoE layers; expert weights are stored in slot order.
+      progress: called after each parameter with the numbers of loaded parameters and of all parameters.
 
     Raises:
-      CheckpointError: names what is missing, extra, misshapen or truncated.
+      CheckpointError: tensors are missing, extra or of the wrong shape, or a file is damaged; the text names them.
     """
     tensors = SafetensorsFolder(folder)
     flat = nnx.to_flat_state(abstract)
     tp = flat[0][1].get_value().sharding.mesh.shape["tp"]
     sources = {path: source_of(path, config, tp) for path, _ in flat}
     tensors.check({t.name: t.shape for source in sources.values() for group in source.tensors for t in group})
+    # The inverse of each layer's permutation.
     expert_of_slot_LP = np.argsort(slot_of_expert_LE, axis=1)
     loaded = []
     for done, (path, variable) in enumerate(flat):
@@ -253,7 +284,8 @@ def load_safetensors(
 
 
 def _to_devices(read: Callable[[Index], np.ndarray], target: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array from the shards of this process's devices; the host reads each once, and holds one at a time."""
+    """Make an array from this process's shards. The host reads each distinct shard once, and holds one at a time."""
+    # Devices that hold the same shard, in replicated arrays, share one read.
     devices_of: dict[Index, list[jax.Device]] = {}
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
         devices_of.setdefault(index, []).append(device)
@@ -267,7 +299,7 @@ def _to_devices(read: Callable[[Index], np.ndarray], target: jax.ShapeDtypeStruc
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in the order of their names; raises CheckpointError for a damaged index."""
+    """Return a folder's safetensors files in the order of their names. Raise CheckpointError for a damaged index."""
     return [folder / name for name in _names(_listed(folder))]
 
 
@@ -276,16 +308,16 @@ def _names(listed: dict[str, str] | None) -> list[str]:
 
 
 def _listed(folder: Path) -> dict[str, str] | None:
-    """File of each tensor by the folder's index, if it has one."""
+    """Return the file of each tensor as the folder's index lists it; None without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return None
     try:
         files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of tensors: {error!r}") from error
+        raise CheckpointError(f"{index} is not an index of tensors: {error!r}") from error
     if wrong := [name for name, file in files.items() if not isinstance(file, str) or Path(file).name != file]:
-        raise CheckpointError(f"{index} names no file of its folder for: {_some(wrong)}")
+        raise CheckpointError(f"{index} does not name a file of its folder for: {_some(wrong)}")
     return files
 
 

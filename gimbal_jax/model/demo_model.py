@@ -1,6 +1,6 @@
-"""A small Qwen3-MoE checkpoint in Hugging Face's format, made from nothing, that has topics as real text does.
+"""A small generated Qwen3-MoE checkpoint in Hugging Face's format, whose vocabulary has topics as real text does.
 
-The weights, and why they route as they do: ``demo_weights``.
+``demo_weights`` makes the weights and explains their routing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _WORDS: dict[str, list[str]] = {
     topic: words.split() for topic, words in json.loads((files(__package__) / "demo_words.json").read_text()).items()
 }
 TOPICS = tuple(_WORDS)
+"""Names of the topics."""
 MAX_POSITION = 4096
+"""Longest sequence, in tokens."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -42,15 +44,16 @@ CHAT_TEMPLATE = (
 
 
 def topic_prompt(topic: str, words: int, rng: np.random.Generator) -> str:
-    """Random words of one topic, each after a space: as many tokens as words."""
+    """Return random words of one topic, each after a space. The demo tokenizer makes one token of each word."""
     return "".join(f" {word}" for word in rng.choice(_WORDS[topic], words))
 
 
 def write_demo_model(folder: Path, seed: int = 0) -> None:
-    """Write the checkpoint in Hugging Face's format; the same bytes for the same seed."""
+    """Write weights, tokenizer and configuration of the demo model to a folder. Equal seeds give equal bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.get_vocab()[token] for token in SPECIAL_TOKENS}
+    # The real checkpoints are published in bfloat16.
     bfloat16 = {
         name: value.astype(ml_dtypes.bfloat16)
         for name, value in demo_weights(_topics(tokenizer), np.random.default_rng(seed)).items()
@@ -83,10 +86,12 @@ def write_demo_model(folder: Path, seed: int = 0) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level BPE with a token for every word after a space."""
+    """Train a byte-level BPE tokenizer that has one token for each word with a space before it."""
     tokenizer = Tokenizer(models.BPE())
+    # No space is added at the start of a text, so that decoding gives back exactly the text that was encoded.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # The vocabulary is large enough, and the minimum frequency low enough, to merge each word into one token.
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
         min_frequency=1,
@@ -99,7 +104,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _topics(tokenizer: Tokenizer) -> np.ndarray:
-    """Topic of each token that is a word, -1 of the others; [vocabulary]."""
+    """Return the topic of each token that is a word and -1 for the other tokens, [vocabulary]."""
     topic_V = np.full(VOCAB, -1)
     for topic, words in enumerate(_WORDS.values()):
         for word in words:
@@ -109,7 +114,7 @@ def _topics(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _config(ids: dict[str, int]) -> dict[str, Any]:
-    """config.json with the keys of the published checkpoints (transformers 4)."""
+    """Return config.json with the keys of the published checkpoints (transformers 4)."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,

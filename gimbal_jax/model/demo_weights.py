@@ -1,17 +1,16 @@
-"""Weights of a small Qwen3-MoE whose routing is as skewed as a real model's, made from nothing.
+"""Generated weights of a small Qwen3-MoE whose routing is as skewed as that of a real model.
 
-The model speaks of eight topics, each with words of its own, one token a word. The
-residual stream has one direction that all tokens share, one for each topic, and the
-rest for what tells tokens apart. In every MoE layer an expert's router row is
+The model has eight topics, each with its own words, and one token per word. The residual stream has one direction that
+all tokens share and one direction for each topic. Its other directions distinguish tokens from each other. The router
+row of an expert e in layer l is
 
-    b[l, e] along the shared direction   how popular the expert is with everyone
-  + u[l, z, e] along that of topic z     how much topic z prefers it
-  + random numbers along the rest        so that tokens of one topic differ
+    b[l, e] along the shared direction      popularity of the expert with all tokens
+  + u[l, z, e] along the one of topic z     preference of topic z for the expert
+  + random numbers along the others         so that tokens of one topic differ
 
-with normal b and u: the form in which the routing of Qwen3-30B-A3B can be modelled
-(ours). Attention carries the topic from the context to every token, and the output
-favours words of the topic, so that a sequence keeps its topic while it decodes.
-Attention and experts are random otherwise, and small against the residual stream.
+with normal b and u. The routing of Qwen3-30B-A3B can be modelled in this form (ours). Attention carries the topic from
+the context to each token, and the output favours words of that topic, so a sequence keeps its topic while it decodes.
+The rest of attention and experts is random and small against the residual stream.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ TOPIC = slice(1, 1 + TOPIC_COUNT)
 REST = slice(1 + TOPIC_COUNT, HIDDEN)
 REST_SIZE = HIDDEN - REST.start
 
-# The embedding of a word has RMS 1; these are its lengths in the three parts of the stream.
+# The embedding of a word has RMS 1. These are its lengths in the three parts of the stream.
 SHARED_LENGTH = 6.5
 TOPIC_LENGTH = 5.5
 REST_LENGTH = (HIDDEN - SHARED_LENGTH**2 - TOPIC_LENGTH**2) ** 0.5
 
-# Standard deviations of the three terms of a router logit. With these the load is about as skewed as measured on
-# Qwen3-30B-A3B: hottest expert 5 times the mean on mixed text and 8 times on one topic; max/mean load of 4 ranks
-# with contiguous experts 1.4 on one topic; topics nearly uncorrelated over all layers.
+# Standard deviations of the three terms of a router logit. With them the load is about as skewed as measured on
+# Qwen3-30B-A3B. The hottest expert has 5 times the mean load on mixed text and 8 times on one topic. The max/mean load
+# of 4 ranks with contiguous experts is 1.4 on one topic. Topics are nearly uncorrelated over all layers.
 POPULARITY = 0.9
 PREFERENCE = 0.75
 DIFFERENCE = 1.4
@@ -50,29 +49,34 @@ DIFFERENCE = 1.4
 TOPIC_CARRIED = 0.15
 """Share of the context's mean topic that each attention layer adds to a token."""
 ATTENTION_GAIN = 0.5
+"""Size of the random part of attention. It writes to ``REST`` only, which leaves the topic axes clean."""
 EXPERT_GAIN = 1.0
-"""Sizes of the random parts. They write to the rest of the stream only, so that the topic stays clear."""
+"""Size of the experts' output, which is all random. It writes to ``REST`` only."""
 TOPIC_LOGIT = 14.0
-"""How much a word's topic raises the logits of that topic's words."""
+"""Logit that a word adds to all words of its topic."""
 WORD_LOGIT = 1.5
 """Standard deviation of the logits of one topic's words."""
 REPEAT_LOGIT = 6.0
-"""How much a word lowers its own logit."""
+"""Amount by which a word lowers its own logit."""
 NON_WORD_LOGIT = -14.0
-"""Logit of special tokens, bytes and parts of words: the model writes words of its topics, without end."""
+"""Logit of special tokens, bytes and parts of words. The model writes words only, and never ends a text."""
 
 
 def demo_weights(topic_V: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """float32 tensors under their published names; matrices are [out, in].
+    """Return float32 tensors under their published names; matrices are [out, in].
 
-    ``topic_V`` is the topic of each token that is a word, and -1 of the others.
+    Args:
+      topic_V: topic of each token that is a word, and -1 for the other tokens.
+      rng: source of all random numbers.
     """
     is_word_V = topic_V >= 0
 
+    # Embedding: the shared direction, the topic's direction, and random numbers that distinguish tokens.
     embedding_VD = np.zeros((VOCAB, HIDDEN), np.float32)
     embedding_VD[:, SHARED] = SHARED_LENGTH
     embedding_VD[is_word_V, TOPIC.start + topic_V[is_word_V]] = TOPIC_LENGTH
     embedding_VD[:, REST] = _normal(rng, VOCAB, REST_SIZE) * (REST_LENGTH / REST_SIZE**0.5)
+    # Output head: raise the words of the topic in the stream, lower the last token itself, and exclude non-words.
     head_VD = np.zeros((VOCAB, HIDDEN), np.float32)
     head_VD[is_word_V, TOPIC.start + topic_V[is_word_V]] = TOPIC_LOGIT / TOPIC_LENGTH
     head_VD[:, REST] = _normal(rng, VOCAB, REST_SIZE) * (WORD_LOGIT / REST_LENGTH)
@@ -97,9 +101,9 @@ def demo_weights(topic_V: np.ndarray, rng: np.random.Generator) -> dict[str, np.
 
 
 def _routers(rng: np.random.Generator) -> np.ndarray:
-    """Router weights of all layers, [layers, experts, hidden]."""
+    """Return router weights of all layers, [layers, experts, hidden]."""
     popularity_LE = _normal(rng, LAYERS, EXPERTS)
-    # An expert number that is popular in one layer is not in another: over all layers topics hardly correlate.
+    # Popularity sums to 0 over the layers for each expert number, so that topics hardly correlate over all layers.
     popularity_LE -= popularity_LE.mean(0)
     router_LED = np.zeros((LAYERS, EXPERTS, HIDDEN), np.float32)
     router_LED[..., SHARED] = popularity_LE * (POPULARITY / popularity_LE.std() / SHARED_LENGTH)
@@ -109,12 +113,13 @@ def _routers(rng: np.random.Generator) -> np.ndarray:
 
 
 def _attention(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random attention, of which the first dimensions of every head take the topic axes through.
+    """Return random attention weights, except that the first dimensions of each head copy the topic axes.
 
-    K KV heads and N heads of H dimensions.
+    K is KV heads, N heads and H the dimensions of a head.
     """
     value_KHD = np.zeros((KV_HEADS, HEAD_DIM, HIDDEN), np.float32)
     output_DNH = np.zeros((HIDDEN, HEADS, HEAD_DIM), np.float32)
+    # Dimensions of a head that carry the topic, and those that are random.
     carried, free = slice(0, TOPIC_COUNT), slice(TOPIC_COUNT, HEAD_DIM)
     value_KHD[:, carried, TOPIC] = np.eye(TOPIC_COUNT)
     output_DNH[TOPIC, :, carried] = np.eye(TOPIC_COUNT)[:, None, :] * (TOPIC_CARRIED / HEADS)
@@ -131,6 +136,7 @@ def _attention(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _expert(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return one random expert, which writes to ``REST`` only."""
     down_DI = np.zeros((HIDDEN, INTERMEDIATE), np.float32)
     down_DI[REST] = _matrix(rng, REST_SIZE, INTERMEDIATE) * EXPERT_GAIN
     return {
@@ -145,5 +151,5 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _matrix(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Normal numbers that keep the size of a unit-RMS input on the last axis."""
+    """Return normal numbers that map a unit-RMS input on the last axis to a unit-RMS output."""
     return _normal(rng, *shape) / np.float32(shape[-1] ** 0.5)

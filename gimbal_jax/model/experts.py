@@ -1,4 +1,4 @@
-"""Moving expert weights between ranks while serving."""
+"""Moving expert weights between ranks while the server runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from gimbal_jax.model.sharding import RANKS
 def exchange_table(
     src_slot: np.ndarray, dst_slot: np.ndarray, slots: int, ranks: int, rows_per_pair: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Moves of slots as what each pair of ranks exchanges.
+    """Return the moves of one round as tables of the rows that each pair of ranks exchanges.
+
+    All moves of a round happen at the same time, so a slot may be both a source and a destination.
 
     Args:
-      src_slot: slots whose weights move, and
-      dst_slot: where to, all at once; no slot twice in either.
-      slots: slots of a layer; they are spread evenly over the ranks.
+      src_slot: slots whose weights move; no slot twice.
+      dst_slot: the slot that each of them moves to; no slot twice.
+      slots: slots of a layer, spread evenly over the ranks.
       ranks: R.
-      rows_per_pair: C, most rows from any rank to any other. ValueError if the moves need more.
+      rows_per_pair: C, the most rows from one rank to another.
 
     Returns:
-      (send_RRC, receive_RRC) int32, both by (from rank, to rank): the sender's local
-      slot of each row, and the receiver's local slot for it, one past its last slot
-      where there is no row.
+      (send_RRC, receive_RRC) int32, both indexed by (from rank, to rank). ``send_RRC`` is the sender's local slot of
+      each row. ``receive_RRC`` is the receiver's local slot for it, and one past its last slot for an unused row.
+
+    Raises:
+      ValueError: the moves need more than ``rows_per_pair`` rows between two ranks.
     """
     per_rank = slots // ranks
     send = np.zeros((ranks, ranks, rows_per_pair), np.int32)
@@ -45,10 +49,19 @@ def exchange_table(
 def move_experts(
     weights: tuple[jax.Array, ...], send_RRC: jax.Array, receive_RRC: jax.Array, *, mesh: Mesh
 ) -> tuple[jax.Array, ...]:
-    """Apply the moves of ``exchange_table`` to everything of one layer that stands in slot order.
+    """Apply the moves of ``exchange_table`` to the arrays of one layer.
 
-    Jit it with the weights donated: only the moved rows are copied, through buffers
-    of R * C rows, and the rest stays in place.
+    Jit it with the weights donated. Then only the moved rows are copied, through buffers of R * C rows, and the other
+    rows stay in place.
+
+    Args:
+      weights: arrays of the layer whose first axis is the slot, split over the ranks.
+      send_RRC: from ``exchange_table``.
+      receive_RRC: from ``exchange_table``.
+      mesh: (dp, tp).
+
+    Returns:
+      Arrays of the same shapes, types and shardings.
     """
 
     def on_rank(send: jax.Array, receive: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
@@ -56,6 +69,7 @@ def move_experts(
         mine, theirs = send[rank], receive[:, rank].reshape(-1)
 
         def move(part: jax.Array) -> jax.Array:
+            # All rows are read before any is written. Unused rows have a slot past the end, which the scatter drops.
             rows = jax.lax.all_to_all(part[mine], RANKS, 0, 0)
             return part.at[theirs].set(rows.reshape(-1, *part.shape[1:]), mode="drop")
 

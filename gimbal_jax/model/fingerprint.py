@@ -1,4 +1,4 @@
-"""Telling checkpoints apart without reading them: by what they say of themselves, and a sample of what they hold."""
+"""Fingerprints that distinguish checkpoints without reading all of them: a digest of metadata and samples."""
 
 from __future__ import annotations
 
@@ -12,34 +12,38 @@ from gimbal_jax.model.checkpoint import CheckpointError, weight_files
 from gimbal_jax.model.orbax_checkpoint import WEIGHTS, is_orbax
 
 SAMPLE_BYTES = 1024
-"""Read at each place of a large file."""
+"""Bytes to read at each sampled place of a file."""
 SAMPLES = 16
-"""Places of an Orbax file, whose content nothing tells."""
+"""Evenly spaced places to sample in a large Orbax file, because the places of its arrays are not known."""
 WHOLE_BYTES = 2**20
-"""Orbax files up to this size are read whole."""
+"""Largest Orbax file in bytes that is read whole."""
 THREADS = 16
-"""A network's delay is waited for so often at once."""
+"""Files to read in parallel, because network file systems have high latency."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """16 hex digits that are the same for copies of a checkpoint, wherever and whenever they were made.
+    """Return 16 hex digits that are equal for copies of a checkpoint and differ between checkpoints.
 
-    They follow from config.json and the files of the weights: names, sizes, headers, and samples. Of a safetensors file
-    that is a sample of every tensor, but of one expert for all that it holds of a layer: another fine-tune shows, an
-    edit of single rows or experts may not. Two conversions to Orbax of one original are no copies of each other.
-    What only clients need does not count: tokenizer, chat template, recommended sampling.
+    They depend on config.json and on the names, sizes, headers and samples of the weight files. Place and time of a
+    copy do not matter. Files that only clients need do not count: tokenizer, chat template and recommended sampling.
 
-    Raises CheckpointError for files that are missing or damaged.
+    A safetensors file gives one sample of each tensor, and one sample for all experts of a layer that it holds. Thus
+    another fine-tune has another fingerprint, but an edit of single rows or experts may not. Two conversions of one
+    original to Orbax have different fingerprints.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
     """
-    folder, digest = folder.resolve(), hashlib.sha256()
+    folder = folder.resolve()
+    digest = hashlib.sha256()
     orbax = is_orbax(folder)
     files = sorted(path for path in (folder / WEIGHTS).rglob("*") if path.is_file()) if orbax else weight_files(folder)
     try:
         digest.update((folder / "config.json").read_bytes())
         with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(_orbax_digest if orbax else _safetensors_digest, files))
-        for path, content in zip(files, found, strict=True):
+            contents = list(pool.map(_orbax_digest if orbax else _safetensors_digest, files))
+        for path, content in zip(files, contents, strict=True):
             digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + content)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
@@ -47,7 +51,10 @@ def checkpoint_fingerprint(folder: Path) -> str:
 
 
 def _safetensors_digest(path: Path) -> bytes:
-    """Of the header, which is JSON after its length in 8 bytes, and of the middle of tensors."""
+    """Return a digest of a file's header and of samples from the middle of its tensors.
+
+    The header is JSON, and its length stands before it in 8 bytes.
+    """
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -59,6 +66,7 @@ def _safetensors_digest(path: Path) -> bytes:
             middles = {name: sum(entry["data_offsets"]) // 2 for name, entry in entries.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged or truncated: {error!r}") from error
+        # Tensors whose names differ only in the expert share one sample, so that few places are read.
         alike: dict[str, list[int]] = {}
         for name, middle in middles.items():
             alike.setdefault(EXPERT.sub(".", name), []).append(middle)
@@ -70,7 +78,7 @@ def _safetensors_digest(path: Path) -> bytes:
 
 
 def _orbax_digest(path: Path) -> bytes:
-    """Of the whole file, or of places that are evenly spaced."""
+    """Return a digest of the whole file, or of evenly spaced samples of a large one."""
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if size <= WHOLE_BYTES:

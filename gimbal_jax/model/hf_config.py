@@ -1,8 +1,7 @@
-"""Hugging Face ``config.json`` to ``ModelConfig``, in the forms of transformers 4 and 5.
+"""Parser of Hugging Face's ``config.json``, in the forms of transformers 4 and 5, to ``ModelConfig``.
 
-The meaning of every key, and the value where it is absent, is that of
-``Qwen3MoeConfig`` and ``modeling_qwen3_moe.py`` in transformers 5.24. Whatever a
-config asks for that this package does not compute is refused, all at once.
+Keys have the meaning and the default values of ``Qwen3MoeConfig`` and ``modeling_qwen3_moe.py`` in transformers 5.24.
+The parser rejects settings that this package does not compute, and names all of them in one error.
 """
 
 from __future__ import annotations
@@ -26,25 +25,26 @@ SIDE_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What a Hugging Face folder holds besides weights."""
+"""Files of a Hugging Face folder that are not weights."""
 DTYPES = ("bfloat16", "float16", "float32")
+"""Types of weights that are supported."""
 
 
 class ConfigError(ValueError):
-    """A model configuration that is malformed or asks for something we do not do."""
+    """A model configuration that is malformed or asks for an unsupported feature; ``problems`` holds one text each."""
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(problems)
-        super().__init__("model configuration refused: " + "; ".join(problems))
+        super().__init__("model configuration rejected: " + "; ".join(problems))
 
 
-# Keys with one value that we do; None and an absent key mean that value.
+# Keys of which only one value is supported. Null and an absent key mean that value.
 _ONLY_VALUE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_act": "silu",
     "is_encoder_decoder": False,
     "partial_rotary_factor": 1.0,
-    # Qwen3-Coder-480B-A35B says these two.
+    # Qwen3-Coder-480B-A35B has these two keys.
     "use_qk_norm": True,
     "shared_expert_intermediate_size": 0,
 }
@@ -68,7 +68,7 @@ _HARMLESS = frozenset(
         "problem_type",
         "return_dict",
         "router_aux_loss_coef",
-        "sliding_window",  # read where use_sliding_window is on
+        "sliding_window",  # read only if use_sliding_window is on
         "tokenizer_class",
         "transformers_version",
         "unsloth_fixed",
@@ -79,12 +79,15 @@ _HARMLESS = frozenset(
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read ``folder/config.json``; token ids of ``generation_config.json`` win, as in Hugging Face's ``generate``.
+    """Read ``folder/config.json``.
 
-    Raises ConfigError without a config.json, and as ``parse_config`` does.
+    Token ids of ``generation_config.json`` take precedence, as in Hugging Face's ``generate``.
+
+    Raises:
+      ConfigError: the folder has no config.json, or ``parse_config`` rejects it.
     """
     if not (folder / "config.json").is_file():
-        raise ConfigError([f"{folder} holds no config.json: not a checkpoint folder"])
+        raise ConfigError([f"{folder} holds no config.json: it is not a checkpoint folder"])
     hf = _read_object(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_object(generation_file) if generation_file.exists() else {}
@@ -93,7 +96,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """``ModelConfig`` of the JSON object in a ``config.json``; raises ConfigError naming all problems."""
+    """Return the ``ModelConfig`` of the JSON object of a ``config.json``. Raise ConfigError that names all problems."""
     problems: list[str] = []
     read = JsonReader(hf, problems)
     _refuse_other_architectures(read)
@@ -108,10 +111,11 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
     experts_per_token = read.integer("num_experts_per_tok", 8)
     vocab_size = read.integer("vocab_size", 151936)
     max_position = read.integer("max_position_embeddings", 32768)
-    # The window is read only where it is switched on; then all layers have it (max_window_layers plays no part).
+    # The window is read only if it is switched on. Then all layers have it; max_window_layers has no effect.
     sliding_window = read.integer("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     dtype = read.get("dtype", read.get("torch_dtype", "bfloat16"))
 
+    # Rules that relate several keys.
     if num_heads % num_kv_heads:
         read.refuse("num_key_value_heads", f"want a divisor of num_attention_heads = {num_heads}")
     if head_dim % 2:
@@ -148,6 +152,7 @@ def parse_config(hf: Mapping[str, Any]) -> ModelConfig:
         pad_token_id=_single(_token_ids(read, "pad_token_id", vocab_size)),
         eos_token_ids=_token_ids(read, "eos_token_id", vocab_size),
     )
+    # Now every supported key has been read; other keys may change what the network computes.
     read.refuse_unread(_HARMLESS)
     if problems:
         raise ConfigError(problems)
@@ -198,7 +203,7 @@ def _single(ids: tuple[int, ...]) -> int | None:
 
 
 def _published(num_layers: int, **own: Any) -> ModelConfig:
-    """A published size: what the three of them share, and its own values."""
+    """Return a configuration with the values that the three published sizes share, and its own values."""
     return ModelConfig(
         vocab_size=151936,
         num_layers=num_layers,

@@ -1,4 +1,4 @@
-"""A model's folder, from the Hugging Face hub where it is none yet."""
+"""The folder of a model, which is downloaded from the Hugging Face hub if needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 from huggingface_hub.utils.tqdm import tqdm
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
-"""What is fetched, of the top folder: weights, configuration, tokenizer, chat template."""
+"""Patterns of the files to download: weights, configuration, tokenizer, chat template. Only the top folder counts."""
 _MIB = 2**20
 _SIGN_IN = "sign in with `hf auth login` or set HF_TOKEN"
 
@@ -34,22 +34,26 @@ def resolve_model(
     cache_dir: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """``model`` itself if it is a folder; otherwise the hub's repository of that name, fetched into the hub's cache.
+    """Return the folder of a model, and download the model from the Hugging Face hub if ``model`` is not a folder.
+
+    A model that is already in the hub library's cache needs no network.
 
     Args:
-      model: folder, or ``namespace/name``.
-      revision: branch, tag or commit; None is the repository's main branch.
-      progress: called with (MiB fetched, MiB to fetch).
-      cache_dir, endpoint: None takes the hub library's own, which HF_HOME and HF_ENDPOINT set.
+      model: folder, or ``namespace/name`` on the hub.
+      revision: branch, tag or commit; None is the main branch of the repository.
+      progress: called with (MiB downloaded, MiB to download).
+      cache_dir: folder of downloads; None is the default of the hub library, which HF_HOME sets.
+      endpoint: address of the hub; None is the default of the hub library, which HF_ENDPOINT sets.
 
-    A repository that was fetched before is used without a network. Raises ValueError where
-    there is no such model, OSError where it cannot be fetched; both say what to do.
+    Raises:
+      ValueError: there is no such model or revision, or it has no safetensors.
+      OSError: the model cannot be downloaded.
     """
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(f"{model} is a folder, which has no revision {revision}")
         return Path(model)
-    wanted: dict[str, Any] = {
+    request: dict[str, Any] = {
         "repo_id": model,
         "revision": revision,
         "cache_dir": cache_dir,
@@ -58,43 +62,49 @@ def resolve_model(
         "ignore_patterns": ["*/*"],
     }
     try:
-        total = _check_files(wanted, cache_dir or Path(constants.HF_HUB_CACHE))
-        return Path(snapshot_download(**wanted, tqdm_class=_reporter(progress, total)))
+        total = _check_files(request, cache_dir or Path(constants.HF_HUB_CACHE))
+        return Path(snapshot_download(**request, tqdm_class=_reporter(progress, total)))
     except HFValidationError as error:
-        raise ValueError(f"{model} is no folder, and no hub id (namespace/name)") from error
+        raise ValueError(f"{model} is neither a folder nor a hub id (namespace/name)") from error
     except GatedRepoError as error:
-        raise ValueError(f"{model} is gated: ask for access on its page of the hub, then {_SIGN_IN}") from error
+        raise ValueError(f"{model} is gated: request access on its page of the hub, then {_SIGN_IN}") from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"{model} is no folder, and no model of the hub; if it is private, {_SIGN_IN}") from error
+        raise ValueError(f"{model} is neither a folder nor a model of the hub; if it is private, {_SIGN_IN}") from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{model} has no revision {revision}") from error
     except LocalEntryNotFoundError as error:
-        raise OSError(f"{model} is no folder, is not in the cache, and the hub cannot be reached: {error}") from error
+        raise OSError(
+            f"{model} is not a folder and not in the cache, and the hub cannot be reached: {error}"
+        ) from error
     except (NetworkError, XetDownloadError) as error:
-        raise OSError(f"{model} cannot be fetched from the hub: {error}") from error
+        raise OSError(f"{model} cannot be downloaded from the hub: {error}") from error
 
 
-def _check_files(wanted: dict[str, Any], cache_dir: Path) -> int:
-    """Bytes to fetch; 0 where the hub does not say, so that only the cache can have the model."""
+def _check_files(request: dict[str, Any], cache_dir: Path) -> int:
+    """Return the bytes to download; 0 if the hub does not answer, in which case only the cache can hold the model.
+
+    Raises ValueError without safetensors, and OSError if the disk is too full.
+    """
     try:
-        files = snapshot_download(**wanted, dry_run=True, tqdm_class=_reporter(lambda done, total: None, 0))
+        files = snapshot_download(**request, dry_run=True, tqdm_class=_reporter(lambda done, total: None, 0))
     except DryRunError:
         return 0
     if not any(file.filename.endswith(".safetensors") for file in files):
-        raise ValueError(f"{wanted['repo_id']} has no safetensors")
+        raise ValueError(f"{request['repo_id']} has no safetensors")
     total = sum(file.file_size or 0 for file in files if file.will_download)
+    # The cache may not exist yet: measure the disk of its nearest existing parent.
     existing = next(folder for folder in (cache_dir, *cache_dir.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if total > free:
         raise OSError(
-            f"{wanted['repo_id']} takes {total / _MIB:,.0f} MiB, of which {cache_dir} has {free / _MIB:,.0f} free; "
+            f"{request['repo_id']} takes {total / _MIB:,.0f} MiB, and {cache_dir} has {free / _MIB:,.0f} MiB free; "
             "set HF_HOME to a folder with more"
         )
     return total
 
 
 def _reporter(progress: Callable[[int, int], None], total: int) -> type[tqdm]:
-    """The class of bars that the library makes: they show nothing, and those that count bytes report them."""
+    """Return a class for the hub library's progress bars: bars that count bytes report them, and none is shown."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +114,7 @@ def _reporter(progress: Callable[[int, int], None], total: int) -> type[tqdm]:
         def update(self, n: float | None = 1) -> None:
             self.count += int(n or 0)
             if self.counts:
-                # One bar counts what comes over the network, one what is written, which may be more.
+                # One bar counts bytes from the network, another the bytes written, which may exceed the total.
                 progress(min(self.count, total) // _MIB, total // _MIB)
 
     return Bar

@@ -1,4 +1,4 @@
-"""A checkpoint folder of either kind to weights on a mesh."""
+"""Loading of a checkpoint folder, Hugging Face or Orbax, to weights on a mesh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,22 @@ def load_weights(
     dtype: Any,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[nnx.State, np.ndarray]:
-    """Weights of this type in their shards, and the placement that their experts stand in.
+    """Load weights into their shards, with the placement of their experts.
 
-    An Orbax folder brings the placement that was saved with it; a Hugging Face
-    folder starts from the contiguous one. Raises CheckpointError.
+    An Orbax folder has the placement that was saved with it. A Hugging Face folder gets the contiguous placement.
+
+    Args:
+      folder: the checkpoint.
+      config: configuration of the same checkpoint.
+      mesh: (dp, tp).
+      dtype: type of the weights on the devices.
+      progress: called with the numbers of loaded parameters and of all parameters; not for Orbax.
+
+    Returns:
+      The weights, and slot_of_expert_LE of the MoE layers.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or does not fit the configuration.
     """
     _, abstract = abstract_model(config, dtype, mesh)
     if is_orbax(folder):
@@ -36,9 +48,13 @@ def load_weights(
 
 
 def weights_dtype_on_cpu(folder: Path, dtype: str) -> str:
-    """The type to keep weights in for steps in ``dtype``: bfloat16 where they lose nothing and are faster.
+    """Return the type in which a CPU should hold the weights of a server that computes in ``dtype``.
 
-    Raises CheckpointError for a folder that cannot be read.
+    The result is bfloat16 for float32 steps if the checkpoint is stored in bfloat16 and the CPU multiplies bfloat16.
+    Then the weights are exact and the products faster. Otherwise the result is ``dtype``.
+
+    Raises:
+      CheckpointError: the folder cannot be read.
     """
     if dtype != "float32" or not _multiplies_bfloat16():
         return dtype
@@ -47,12 +63,12 @@ def weights_dtype_on_cpu(folder: Path, dtype: str) -> str:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it."""
+    """Return whether this CPU has instructions that multiply bfloat16."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags().split())
 
 
 def _cpu_flags() -> str:
-    """Empty where the system does not say."""
+    """Return the CPU's feature flags; empty if the system does not list them."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -73,6 +73,7 @@ class DeviceBytes:
 
     weights: WeightBytes
     migration: int
+    """Buffers of ``move_experts``; 0 if no experts move."""
     step: StepBytes
     tables: int
     """Counters, placement and page tables; rare inputs, blank ones and those of a step that asks for all."""
@@ -103,7 +104,12 @@ class DeviceBytes:
 
 
 def device_bytes(
-    model: ModelConfig, config: ServerConfig, bucket: tuple[int, int], backend: Backend = "mosaic"
+    model: ModelConfig,
+    config: ServerConfig,
+    bucket: tuple[int, int],
+    backend: Backend = "mosaic",
+    *,
+    start_placement: bool = False,
 ) -> DeviceBytes:
     """What a server with these settings needs on each device.
 
@@ -112,8 +118,10 @@ def device_bytes(
       config: a mesh that passes ``check_mesh``; ``engine.num_pages`` plays no part.
       bucket: (decode rows, prefill tiles) of the largest step.
       backend: which form of the kernels the devices run.
+      start_placement: whether experts move to a given placement before serving. They do so under ``static`` too.
     """
     engine, mesh = config.engine, config.mesh
+    moves = start_placement or config.placement.policy != "static"
     _, groups = group_sizes(*bucket, engine.tile)
     layers_and_experts = len(model.moe_layers) * model.num_experts
     # New counts stand beside the old ones; counts and placement are int32, and so are page numbers and tokens.
@@ -121,7 +129,7 @@ def device_bytes(
     tables += 2 * rare_bytes(model.vocab_size, engine)
     return DeviceBytes(
         weights=weight_bytes(model, mesh),
-        migration=migration_bytes(model, mesh, config.placement.rows_per_pair),
+        migration=migration_bytes(model, mesh, config.placement.rows_per_pair) if moves else 0,
         step=step_bytes(model, mesh, engine, bucket, backend),
         tables=tables,
         page=engine.page_size * kv_bytes_per_token(model, mesh.tp),

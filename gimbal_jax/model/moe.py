@@ -1,11 +1,9 @@
-"""The MoE exchange: tokens to the ranks that hold their experts, results back.
+"""The MoE exchange: it sends tokens to the ranks that hold their experts, and the results back.
 
-Both forms run inside ``shard_map`` on every rank and drop nothing. ``gather``
-sends every token to every rank; ``sparse`` sends a token only to the ranks that
-hold one of its experts, and once to each, so only it profits from a good placement.
-A single rank exchanges nothing.
-The sparse form is a ragged all-to-all on CUDA; where that does not exist, each pair
-of ranks has room for the worst case.
+Both forms run inside ``shard_map`` on each rank, and neither drops tokens. ``gather`` sends each token to all ranks.
+``sparse`` sends a token once to each rank that holds one of its experts, so only ``sparse`` profits from a good
+placement. A single rank exchanges nothing. The sparse form is a ragged all-to-all on CUDA. Other platforms lack that
+collective, so there each pair of ranks has room for the worst case.
 """
 
 from __future__ import annotations
@@ -30,34 +28,37 @@ def moe_exchange(
     down_PFD: jax.Array,
     backend: Backend,
 ) -> jax.Array:
-    """Expert outputs of this rank's own t tokens.
+    """Compute the expert outputs of this rank's own t tokens, with the help of the other ranks.
 
     Args:
-      form: which exchange.
-      x_tD: this rank's own tokens; no other rank holds them.
-      routing: where they go, with ``ranks`` as many as there are.
-      slot_of_expert_E: the placement that they were routed by.
+      form: the exchange.
+      x_tD: tokens of this rank; no other rank holds them.
+      routing: their routing by ``route_and_count``, for as many ranks as there are.
+      slot_of_expert_E: the placement by which they were routed.
       gate_up_PDF: expert weights of this rank's P slots (see ``grouped_ffn``).
-      down_PFD: the same.
-      backend: which form of the kernels, and of the sparse exchange.
+      down_PFD: expert weights of this rank's P slots.
+      backend: form of the kernels, and of the sparse exchange.
 
     Returns:
-      [t, D]; 0 for padding.
+      [t, D] in the type of x; 0 for padding.
     """
-    count_E = jnp.zeros_like(routing.count_E).at[slot_of_expert_E].set(routing.count_E)  # by slot
+    # Routing counts by expert; the exchange needs counts by slot.
+    count_E = jnp.zeros_like(routing.count_E).at[slot_of_expert_E].set(routing.count_E)
     forms = {"gather": _gather, "sparse": _sparse}
     exchange = forms[form] if jax.lax.axis_size(RANKS) > 1 else _alone
     return exchange(x_tD, routing, count_E, gate_up_PDF, down_PFD, backend)
 
 
 def first_places(count_RE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the pairs of each source begin among those of the rank that computes them, in order of slot and source.
+    """Return the place of each source's first (token, choice) pair on the rank that computes the pair.
+
+    A rank orders its pairs by slot, then by source rank.
 
     Args:
       count_RE: int32 pairs of each source rank for each slot.
 
     Returns:
-      The place of each source's first pair for each slot [R, E], and the pairs of each rank's slots [R, P].
+      The place of each source's first pair for each slot, int32 [R, E], and the pairs of each rank's slots, [R, P].
     """
     size_RP = count_RE.sum(axis=0).reshape(count_RE.shape[0], -1)
     earlier_slots_RP = jnp.cumsum(size_RP, axis=1) - size_RP
@@ -73,7 +74,7 @@ def _alone(
     down_PFD: jax.Array,
     backend: Backend,
 ) -> jax.Array:
-    """One rank holds all experts: XLA would keep collectives that exchange nothing."""
+    """Compute without an exchange, for one rank. XLA would keep collectives that exchange nothing."""
     first_RE, size_RP = first_places(count_E[None])
     place_tk = first_RE[0][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
     place_tk = jnp.where(routing.slot_Tk >= 0, place_tk, -1)
@@ -88,16 +89,19 @@ def _gather(
     down_PFD: jax.Array,
     backend: Backend,
 ) -> jax.Array:
+    """Send all tokens to all ranks, and sum the ranks' results where the tokens came from."""
     (t, k), slots = routing.slot_Tk.shape, gate_up_PDF.shape[0]
     ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
     x_ND = jax.lax.all_gather(x_tD, RANKS, tiled=True)
-    # Everything else in one collective. The tokens in it too would save nothing: 1 of 5 a layer, and the same time.
+    # One collective carries the whole routing. Adding the tokens to it would remove 1 of 5 collectives per layer, but
+    # takes the same time.
     parts = (routing.slot_Tk, _bits(routing.weight_Tk), routing.position_Tk, count_E)
     joined = jax.lax.all_gather(jnp.concatenate([part.reshape(-1) for part in parts]), RANKS)
     slot, weight, position, count_RE = jnp.split(joined, [t * k, 2 * t * k, 3 * t * k], axis=1)
+    # A pair's place is that of its source's first pair for the slot plus the source's earlier pairs for it.
     first_RE, size_RP = first_places(count_RE)
     place = jnp.take_along_axis(first_RE, jnp.maximum(slot, 0), axis=1) + position
-    here = slot // slots == rank  # never for padding: -1
+    here = slot // slots == rank  # False for padding, whose slot is -1
     y_ND = grouped_ffn(
         x_ND,
         jnp.where(here, place, -1).reshape(-1, k),
@@ -119,52 +123,56 @@ def _sparse(
     down_PFD: jax.Array,
     backend: Backend,
 ) -> jax.Array:
+    """Send each token once to each rank that holds one of its experts, and sum the results that come back."""
     (t, k), slots = routing.slot_Tk.shape, gate_up_PDF.shape[0]
     ranks, rank = jax.lax.axis_size(RANKS), jax.lax.axis_index(RANKS)
+    # All ranks learn how many pairs and rows each of them sends.
     counts = jax.lax.all_gather(jnp.concatenate([count_E, routing.send_R]), RANKS)
     count_RE, send_RR = jnp.split(counts, [count_E.shape[0]], axis=1)
     first_RE, size_RP = first_places(count_RE)
     place_tk = first_RE[rank][jnp.maximum(routing.slot_Tk, 0)] + routing.position_Tk
+    # A row for rank R carries the places and weights of the token's pairs on R, and -1 for its other choices.
     rank_tk = routing.slot_Tk // slots  # -1 for padding
     place_tRk = jnp.where(rank_tk[:, None] == jnp.arange(ranks)[:, None], place_tk[:, None], -1)
     weight_tRk = jnp.broadcast_to(_bits(routing.weight_Tk)[:, None], place_tRk.shape)
 
-    # Tokens for rank 0 first, then those for rank 1, and so on.
+    # The buffer holds the tokens for rank 0 first, then those for rank 1, and so on.
     rows, first_R, send, send_back = _ragged(send_RR, t, k) if backend == "mosaic" else _padded(ranks, t)
     row_tR = jnp.where(routing.place_TR >= 0, first_R + routing.place_TR, rows)
-    pairs_tR = jnp.arange(t * ranks, dtype=jnp.int32).reshape(t, ranks)  # of token and rank
+    pairs_tR = jnp.arange(t * ranks, dtype=jnp.int32).reshape(t, ranks)  # pairs of a token and a rank
     pair_of_row = jnp.full(rows, -1, jnp.int32).at[row_tR].set(pairs_tR, mode="drop")
     sent_rows = jnp.concatenate([place_tRk, weight_tRk], axis=-1).reshape(t * ranks, 2 * k)[pair_of_row]
 
     x_ND = send(x_tD[pair_of_row // ranks], 0)
-    # Rows that hold nothing have no place.
+    # Unused rows have place -1, so that the receiver ignores them.
     place_Nk, weight_Nk = jnp.split(send(jnp.where(pair_of_row[:, None] >= 0, sent_rows, -1), -1), 2, axis=-1)
     y_ND = grouped_ffn(
         x_ND, place_Nk, _floats(weight_Nk), size_RP[rank], gate_up_PDF, down_PFD, ranks=ranks, backend=backend
     )
+    # Each token sums the rows that it sent, in float32.
     y_tRD = send_back(y_ND)[jnp.minimum(row_tR, rows - 1)]
     return jnp.where(routing.place_TR[..., None] >= 0, y_tRD.astype(jnp.float32), 0).sum(axis=1).astype(x_tD.dtype)
 
 
 class Transport(NamedTuple):
-    """How rows travel between ranks."""
+    """A way to send rows between ranks."""
 
     rows: int
-    """Of the buffer to send from."""
+    """Rows of the buffer to send from."""
     first_R: jax.Array
-    """Its first row for each rank."""
+    """First row of the buffer for each rank."""
     send: Callable[[jax.Array, int], jax.Array]
-    """Such a buffer, and what stands where nothing arrives -> what the other ranks sent here."""
+    """(buffer, fill) -> the rows that all ranks sent here; rows that nothing arrived in hold ``fill``."""
     send_back: Callable[[jax.Array], jax.Array]
-    """A buffer like the one that arrived -> the rows for this rank, where they were sent from."""
+    """Buffer of results in the order of arrival -> results of this rank's rows, in the order of its own buffer."""
 
 
 def _ragged(send_RR: jax.Array, t: int, k: int) -> Transport:
-    """Only rows in use travel; ``send_RR`` says how many, from rank (first axis) to rank."""
+    """Send only the rows in use. ``send_RR`` holds their number, from rank (first axis) to rank."""
     ranks, rank = send_RR.shape[0], jax.lax.axis_index(RANKS)
-    first_RR = jnp.cumsum(send_RR, axis=1) - send_RR  # among the sender's rows
-    arrive_RR = jnp.cumsum(send_RR, axis=0) - send_RR  # among the receiver's
-    rows = t * min(k, ranks)
+    first_RR = jnp.cumsum(send_RR, axis=1) - send_RR  # first row in the sender's buffer
+    arrive_RR = jnp.cumsum(send_RR, axis=0) - send_RR  # first row in the receiver's buffer
+    rows = t * min(k, ranks)  # a token goes to at most k ranks
 
     def send(buffer: jax.Array, fill: int) -> jax.Array:
         received = jnp.full((ranks * t, *buffer.shape[1:]), fill, buffer.dtype)
@@ -180,7 +188,7 @@ def _ragged(send_RR: jax.Array, t: int, k: int) -> Transport:
 
 
 def _padded(ranks: int, t: int) -> Transport:
-    """Every rank has room for all t tokens of every other; all rows travel."""
+    """Send all rows. Each rank has room for all t tokens of each other rank."""
 
     def exchange(buffer: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(buffer, RANKS, 0, 0, tiled=True)

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the scalings that Qwen3-MoE checkpoints use."""
+"""Rotary position embedding, with the scalings of Qwen3-MoE checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from gimbal_jax.config import ModelConfig, RopeConfig
 
 Rotation = tuple[jax.Array, jax.Array]
-"""float32 cosine and sine of each pair's angle, scaled: [..., 1, head_dim / 2]."""
+"""float32 cosine and sine of the angle of each pair of dimensions, scaled, [..., 1, head_dim / 2] each."""
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [head_dim / 2] (float32) and the factor on sin and cos.
+    """Return the frequencies in radians per token, float32 [head_dim / 2], and the factor on sine and cosine.
 
     Source: Hugging Face ``modeling_rope_utils``, kinds default, linear, yarn and llama3.
     """
@@ -35,6 +35,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _llama3(frequency: np.ndarray, rope: RopeConfig, max_position: int) -> np.ndarray:
+    """Divide low frequencies by the factor, keep high ones, and blend linearly between them."""
     original = rope.original_max_position or max_position
     turns = original * frequency / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -43,15 +44,18 @@ def _llama3(frequency: np.ndarray, rope: RopeConfig, max_position: int) -> np.nd
 
 
 def _yarn(frequency: np.ndarray, rope: RopeConfig, dim: int, max_position: int) -> tuple[np.ndarray, float]:
+    """Divide low frequencies by the factor, keep high ones, and scale sine and cosine (YaRN)."""
     original = rope.original_max_position or max_position
 
     def dim_that_turns(turns: float) -> float:
+        """Return the pair of dimensions that makes this many turns over the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dim_that_turns(rope.beta_fast), dim_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
+    # Share of the divided frequency: 0 up to pair ``low``, 1 from pair ``high`` on.
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
 
     def magnitude(weight: float) -> float:
@@ -64,15 +68,15 @@ def _yarn(frequency: np.ndarray, rope: RopeConfig, dim: int, max_position: int) 
 
 
 def rotation(config: ModelConfig, position: jax.Array) -> Rotation:
-    """What turns queries and keys at these positions [...]: once for all layers."""
+    """Compute the rotation of queries and keys at these positions [...], one time for all layers."""
     frequency, scale = rope_frequencies(config)
     angle = position[..., None, None].astype(jnp.float32) * frequency
-    # Otherwise XLA fuses them into every layer, and computes them there for each head.
+    # Without the barrier, XLA fuses sine and cosine into every layer, and computes them there for each head.
     return jax.lax.optimization_barrier((jnp.cos(angle) * scale, jnp.sin(angle) * scale))
 
 
 def apply_rope(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotate x [..., heads, head_dim] by its ``rotation``; pairs are (i, i + head_dim / 2)."""
+    """Rotate x [..., heads, head_dim], in float32. A pair is the dimensions (i, i + head_dim / 2)."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The mesh, and the one table that says which mesh axis each logical axis is split over."""
+"""The mesh, and the one table of the mesh axes over which each logical axis is split."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gimbal_jax.config import MeshConfig, ModelConfig
 
 RANKS = ("dp", "tp")
-"""The expert-parallel ranks: rank r = dp index * tp + tp index."""
+"""Mesh axes of the expert-parallel ranks; rank r = dp index * tp + tp index."""
 
 MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
-    "source": "dp",  # the engines' rows of a batch, of the KV pages and of the counters
+    "source": "dp",  # engines: their parts of a batch, of the KV pages and of the counters
     "vocab": "tp",
     "embed": None,
     "heads": "tp",
@@ -27,10 +27,11 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "slot": RANKS,
     "expert_mlp": None,
 }
+"""Mesh axes of each logical axis; None is replicated."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A (dp, tp) mesh over the first dp * tp devices. Raises ValueError if there are fewer."""
+    """Return a (dp, tp) mesh over the first dp * tp devices. Raise ValueError if there are fewer."""
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < config.ranks:
         raise ValueError(f"a {config.dp} x {config.tp} mesh needs {config.ranks} devices; there are {len(devices)}")
@@ -39,7 +40,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def check_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
-    """Raise ValueError, naming every rule that this mesh breaks for this model."""
+    """Raise ValueError if this mesh does not fit the model. The text names all rules that it breaks."""
     tp, ranks, wrong = mesh.tp, mesh.ranks, []
     if mesh.dp < 1 or tp < 1:
         raise ValueError(f"dp and tp must be at least 1, got dp={mesh.dp}, tp={tp}")
@@ -58,12 +59,18 @@ def check_mesh(model: ModelConfig, mesh: MeshConfig) -> None:
 
 
 def kv_heads_in_cache(model: ModelConfig, tp: int) -> int:
-    """KV heads that the cache holds: with more tp ranks than heads, each rank has a copy of one."""
+    """Return the number of KV heads in the cache. With more tp ranks than heads, each rank holds a copy of one head."""
     return max(model.num_kv_heads, tp)
 
 
 def spec_for(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Partition of an array with these logical axes; an axis that its mesh axis does not divide is replicated."""
+    """Return the partition of an array with these logical axes. An axis that its mesh axes do not divide is replicated.
+
+    Args:
+      axes: logical axes, keys of ``MESH_AXES``; None is replicated.
+      shape: sizes of the axes.
+      mesh: (dp, tp).
+    """
 
     def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
         names = MESH_AXES[axis] if axis else None
@@ -74,14 +81,14 @@ def spec_for(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> Pa
 
 
 def sharding_for(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """``spec_for`` as a sharding on this mesh."""
+    """Return ``spec_for`` as a sharding on this mesh."""
     return NamedSharding(mesh, spec_for(axes, shape, mesh))
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array of the host on a mesh; where the mesh spans processes each of them gives the shards of its own devices.
+    """Put an array of the host on a mesh. If the mesh spans processes, each process puts the shards of its own devices.
 
-    What another process's array holds is not looked at, so that no process waits for the others here.
+    The arrays of the processes are not compared, so no process waits for the others here.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)

@@ -1,4 +1,4 @@
-"""Bytes that follow from a model's configuration alone; without jax, for the simulator."""
+"""Sizes in bytes that depend only on a model's configuration. No jax is imported, for the simulator."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def expert_bytes(model: ModelConfig) -> int:
-    """Weights of one expert of one layer: gate, up and down."""
+    """Return the bytes of one expert's weights in one layer: gate, up and down."""
     return 3 * model.hidden_size * model.moe_intermediate_size * ITEM_BYTES[model.weights_dtype]

@@ -1,4 +1,4 @@
-"""The jitted step and what it needs on the devices: weights, KV pages, counters."""
+"""The jitted step and its arrays on the devices: weights, KV pages, counters."""
 
 from __future__ import annotations
 
@@ -24,24 +24,33 @@ from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.pallas_kernels.paged_attention_mosaic import mosaic_limits
 
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
-"""To compile a step with. XLA means to stay below four fifths of a GPU's memory, and where weights and KV pool are more
-it computes whatever it can twice, collectives too. The pool is sized by what a step needs, so there is no need to."""
+"""XLA options to compile a step with. XLA tries to stay below four fifths of a GPU's memory. If weights and KV pool
+take more, it recomputes values, collectives too, to save memory. The pool's size already leaves room for a step."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """What a step updates in place; donated to it."""
+    """Arrays that a step updates in place; they are donated to it."""
 
     pages: list[KVPages]
+    """Keys and values of each layer."""
     counts_STLE: jax.Array
-    """int32 tokens per (source, tp rank, MoE layer, expert) since it was last zeroed."""
+    """int32 tokens per (source, tp rank, MoE layer, expert) since the counter was last zeroed."""
     chosen_SR: jax.Array
-    """int32 token that each engine row chose last; -1 where its logits were not numbers."""
+    """int32 token that each engine row chose last; -1 if its logits were not finite."""
 
 
 def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any, backend: Backend) -> None:
-    """Raise ValueError, naming every rule that a step of this model would break for the backend's kernels."""
+    """Raise ValueError if the backend's kernels do not support a step of this model. The text names all broken rules.
+
+    Args:
+      config: the model.
+      engine: settings of an engine.
+      tp: ranks of an engine.
+      dtype: type of hidden states and KV pages.
+      backend: form of the kernels.
+    """
     if backend != "xla":
         heads_per_kv_head = config.num_heads // kv_heads_in_cache(config, tp)
         if limits := mosaic_limits(dtype, config.head_dim, engine.page_size, heads_per_kv_head):
@@ -49,7 +58,7 @@ def check_kernels(config: ModelConfig, engine: EngineConfig, tp: int, dtype: Any
 
 
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters, of this type, as shapes with shardings; no memory is used."""
+    """Return the model's graph and its parameters as shapes of this type with shardings. No memory is allocated."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, dtype, mesh.shape["tp"])))
 
     def placed(variable: nnx.Variable) -> nnx.Variable:
@@ -61,7 +70,7 @@ def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[nnx.Gra
 
 
 def abstract_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
-    """The state as shapes with shardings; no memory is used."""
+    """Return the state as shapes with shardings; ``dtype`` is that of the KV pages. No memory is allocated."""
     dp, tp = mesh.shape["dp"], mesh.shape["tp"]
     pages_shape = (dp, engine.num_pages, engine.page_size, kv_heads_in_cache(config, tp), config.head_dim)
     on_mesh = sharding_for(("source", None, None, "kv_heads", None), pages_shape, mesh)
@@ -73,7 +82,7 @@ def abstract_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: 
 
 
 def new_state(config: ModelConfig, engine: EngineConfig, dtype: Any, mesh: Mesh) -> DeviceState:
-    """Empty KV pages, zero counters and tokens, allocated straight into their shards."""
+    """Allocate the state in its shards, all zeros; ``dtype`` is that of the KV pages."""
     return jax.tree.map(
         lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding),
         abstract_state(config, engine, dtype, mesh),
@@ -90,16 +99,29 @@ def step(
     packed_SX: jax.Array,
     rare: RareInputs,
 ) -> tuple[StepOutputs, DeviceState]:
-    """One step of all engines: forward, count, sample, log probabilities of prompts.
+    """Run one step of all engines: forward pass, counts, sampling and log probabilities of prompts.
 
-    Jit with graph, layout and shape static and state donated. ``packed_SX`` is as ``inputs.unpack`` takes it.
+    Jit it with graph, layout and shape static and with state donated.
+
+    Args:
+      graph: the model's graph, from ``abstract_model``.
+      layout: mesh, tile, exchange and backend.
+      shape: sizes of the step.
+      weights: parameters in the shards of ``abstract_model``.
+      state: pages, counters and last tokens.
+      slot_of_expert_LE: int32 placement of the MoE layers.
+      packed_SX: int32 inputs of the step (see ``inputs.unpack``).
+      rare: rare settings, by engine row.
+
+    Returns:
+      The step's outputs and the new state.
     """
     model = nnx.merge(graph, weights)
     _, num_pages, page_size, *_ = state.pages[0][0].shape
     lay_out = _by_engine(partial(_forward_inputs, shape, num_pages, page_size), layout.mesh)
     inputs, packed = lay_out(packed_SX, state.chosen_SR)
     hidden_STD, pages, counts_STLE = model(inputs, state.pages, slot_of_expert_LE, layout)
-    # Without tiles sequences and token places are the same.
+    # Logits are needed for the last token of each sequence only. Without tiles, that is every token place.
     last_SC1 = packed.last_SC[..., None]
     hidden_SCD = jnp.take_along_axis(hidden_STD, last_SC1, axis=1) if shape.tiles else hidden_STD
     choose = _by_engine(_choose, layout.mesh, split_by_engine(rare))
@@ -110,7 +132,10 @@ def step(
 
 
 def _by_engine(function: Callable[..., Any], mesh: Mesh, *last_specs: Any) -> Callable[..., Any]:
-    """Each engine does its own share, so that gathering, sorting and scattering need no collective."""
+    """Run a function of arrays split by engine on each engine, so that gather, sort and scatter need no collective.
+
+    The last arguments have the partitions ``last_specs``; the others, and all results, are split by engine.
+    """
 
     def on_mesh(*args: Any) -> Any:
         specs = (P("dp"),) * (len(args) - len(last_specs)) + last_specs
@@ -122,22 +147,26 @@ def _by_engine(function: Callable[..., Any], mesh: Mesh, *last_specs: Any) -> Ca
 def _forward_inputs(
     shape: StepShape, num_pages: int, page_size: int, packed_SX: jax.Array, chosen_SR: jax.Array
 ) -> tuple[StepInputs, PackedInputs]:
-    """What follows for every token place from what the host says of rows and tiles, and from the last tokens."""
+    """Derive the inputs of every token place from packed inputs and from the last tokens, for one engine (S = 1)."""
     packed = unpack(packed_SX, shape)
     rows, tiles, tile = shape.rows, shape.tiles, shape.tile
     chosen_SC = jnp.take_along_axis(chosen_SR, packed.row_SC, axis=1, mode="clip")
     tokens_ST = packed.tokens_ST
-    # A row whose last logits were no numbers goes on with any token until the host knows of it.
+    # A decode row without a token from the host takes its last one. That is -1 after bad logits: such a row goes on
+    # with token 0 until the host learns of it.
     known_SC = jnp.maximum(jnp.where(tokens_ST[:, :rows] < 0, chosen_SC[:, :rows], tokens_ST[:, :rows]), 0)
     tokens_ST = tokens_ST.at[:, :rows].set(known_SC)
 
+    # Group of each token place and the place within the group: constants of the program.
     group_T = np.concatenate([np.arange(rows), rows + np.repeat(np.arange(tiles), tile)]).astype(np.int32)
     offset_T = np.concatenate([np.zeros(rows), np.tile(np.arange(tile), tiles)]).astype(np.int32)
+    # Each group's page table is that of its sequence.
     sequence_SG = jnp.concatenate(
         [jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (len(packed_SX), rows)), packed.sequence_SN], axis=1
     )
     table_SCM = packed.page_table_SCM
     table_SGM = jnp.take_along_axis(table_SCM, sequence_SG[..., None], axis=1) if tiles else table_SCM
+    # Position and KV place of each token; padding writes past the end, where a scatter drops it.
     real_ST = offset_T < packed.count_SG[:, group_T]
     positions_ST = jnp.where(real_ST, packed.start_SG[:, group_T] + offset_T, 0)
     page_ST = jnp.take_along_axis(table_SGM[:, group_T], positions_ST[..., None] // page_size, axis=2)[..., 0]
@@ -149,7 +178,7 @@ def _forward_inputs(
 def _choose(
     logits_SCV: jax.Array, inputs: StepInputs, packed: PackedInputs, chosen_SR: jax.Array, rare: RareInputs
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
-    """One engine's next tokens, and the tokens that its rows chose last. The leading axis is this engine's (1)."""
+    """Choose one engine's next tokens and update its rows' last tokens. The leading axis of all arrays is S = 1."""
     (last_C, row_C, s), (tokens_T, positions_T) = jax.tree.map(
         lambda array: array[0],
         ((packed.last_SC, packed.row_SC, packed.sampling), (inputs.tokens_ST, inputs.positions_ST)),
@@ -166,7 +195,10 @@ def _choose(
 def _prompt_logprobs(
     model: Qwen3Moe, hidden_STD: jax.Array, rare: RareInputs, shape: StepShape, layout: StepLayout
 ) -> Logprobs | None:
-    """Of the targets, if there are any; no more logits at a time than for sampling."""
+    """Return the log probabilities of the targets; zeros if no place has one, and None without tiles.
+
+    A block has at most as many places as there are sequences, so it needs no more logits than sampling.
+    """
     if shape.tiles == 0:
         return None
     places = shape.tiles * shape.tile
@@ -184,15 +216,15 @@ def _prompt_logprobs(
 
 
 def split_by_engine(inputs: Any) -> Any:
-    """The partition of each array of a step's inputs."""
+    """Return the partition of each array of a step's inputs: split by engine, and scalars replicated."""
     return jax.tree.map(lambda array: P("dp") if array.ndim else P(), inputs)
 
 
 def put_by_engine(inputs: Any, mesh: Mesh) -> Any:
-    """Inputs of steps, on the devices of the engines that they are for."""
+    """Put a step's inputs on the devices of their engines."""
     return jax.tree.map(lambda array, spec: put(array, NamedSharding(mesh, spec)), inputs, split_by_engine(inputs))
 
 
 def put_new(inputs: Any, old: Any, mesh: Mesh) -> Any:
-    """``put_by_engine``, but for arrays that are those of ``old``, which is on the devices already."""
-    return jax.tree.map(lambda array, known: known if array is known else put_by_engine(array, mesh), inputs, old)
+    """Put a step's inputs on the devices of their engines, except for arrays of ``old``, which are there already."""
+    return jax.tree.map(lambda new, known: known if new is known else put_by_engine(new, mesh), inputs, old)

@@ -1,7 +1,7 @@
-"""Qwen3-MoE in Flax NNX: one step of S engines over paged KV caches.
+"""Qwen3-MoE in Flax NNX: the forward pass of one step of S engines over paged KV caches.
 
-Dense parts are plain products that XLA partitions by the parameters' shardings;
-attention over pages and the MoE exchange are ``shard_map`` regions.
+Dense parts are plain products that XLA partitions by the shardings of the parameters. Attention over pages and the MoE
+exchange are ``shard_map`` regions.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ KVPages = tuple[jax.Array, jax.Array]
 
 
 def param(dtype: Any, **axes: int) -> nnx.Param:
-    """A zero parameter whose axes have these logical names (see ``sharding.MESH_AXES``) and sizes."""
+    """Return a parameter of zeros whose axes have these logical names (see ``sharding.MESH_AXES``) and sizes."""
     return nnx.Param(jnp.zeros(tuple(axes.values()), dtype), axes=tuple(axes))
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """What a step is compiled for besides its shapes."""
+    """Settings, in addition to shapes, for which a step is compiled."""
 
     mesh: Mesh
+    """(dp, tp)."""
     tile: int
+    """Tokens of a prefill tile."""
     exchange: Exchange
+    """Form of the MoE exchange."""
     backend: Backend
+    """Form of the kernels."""
 
     def constrain(self, x: jax.Array, *spec: str | None) -> jax.Array:
+        """Return x with the sharding of this partition."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
 
@@ -59,16 +64,17 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with q and k norm, over pages."""
+    """Grouped-query attention with norms of queries and keys, over paged keys and values."""
 
     def __init__(self, c: ModelConfig, dtype: Any, tp: int) -> None:
         groups = kv_heads_in_cache(c, tp)
-        one = {"kv_heads": groups, "group": c.num_heads // groups + 2, "head_dim": c.head_dim}
+        # Each KV head's query heads, then its key and its value, so that one product makes all of them.
+        heads = {"kv_heads": groups, "group": c.num_heads // groups + 2, "head_dim": c.head_dim}
         self.config = c
-        self.qkv = param(dtype, embed=c.hidden_size, **one)
+        self.qkv = param(dtype, embed=c.hidden_size, **heads)
         self.o = param(dtype, heads=c.num_heads, head_dim=c.head_dim, embed=c.hidden_size)
         if c.attention_bias:
-            self.qkv_bias = param(dtype, **one)
+            self.qkv_bias = param(dtype, **heads)
             self.o_bias = param(dtype, embed=c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, "head_dim")
@@ -76,12 +82,14 @@ class Attention(nnx.Module):
     def __call__(
         self, x_STD: jax.Array, pages: KVPages, inputs: StepInputs, rope: Rotation, layout: StepLayout
     ) -> tuple[jax.Array, KVPages]:
+        """Return outputs [S, T, D], and the pages with the new keys and values."""
         qkv = product("std,dgnk->stgnk", x_STD, self.qkv[...])
         if self.config.attention_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = qkv[..., :-2, :].reshape(*x_STD.shape[:2], -1, self.config.head_dim), qkv[..., -2, :], qkv[..., -1, :]
         q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
 
+        # Each rank attends with its own heads over its own part of the pages.
         heads = P("dp", None, "tp", None)
         cache = P("dp", None, None, "tp", None)
         attend = jax.shard_map(
@@ -113,22 +121,23 @@ def _attend_one_engine(
     window: int | None,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write this engine's new keys and values, then attend. The leading axis is this engine's (1)."""
+    """Write one engine's new keys and values into its pages, then attend. The leading axis of all arrays is S = 1."""
 
     def write_pages(pages: jax.Array, new: jax.Array) -> jax.Array:
-        # Into the pages as they are: flattened, those of a single KV head would be copied as a whole, and back.
+        # Do not flatten the pages: XLA would copy the whole pool of a single KV head, and copy it back.
         page, offset = jnp.divmod(write[0], pages.shape[2])
         return pages.at[0, page, offset].set(new[0].astype(pages.dtype), mode="drop")
 
     k_pages, v_pages = write_pages(k_pages, k), write_pages(v_pages, v)
     rows, tiles = rows_and_tiles(q.shape[1], count.shape[1], tile)
 
-    def attend(q_THD: jax.Array, of: slice, size: int) -> jax.Array:
+    def attend(q_THD: jax.Array, groups: slice, size: int) -> jax.Array:
         q_GQHD = q_THD.reshape(-1, size, *q_THD.shape[1:])
-        tables = page_table[0, of], start[0, of], count[0, of]
+        tables = page_table[0, groups], start[0, groups], count[0, groups]
         out = paged_attention(q_GQHD, k_pages[0], v_pages[0], *tables, window=window, backend=backend)
         return out.reshape(q_THD.shape)
 
+    # Decode rows are groups of one token, tiles are groups of ``tile`` tokens.
     out = attend(q[0, :rows], slice(0, rows), 1)
     if tiles:
         out = jnp.concatenate([out, attend(q[0, rows:], slice(rows, None), tile)])
@@ -136,19 +145,20 @@ def _attend_one_engine(
 
 
 class DenseMLP(nnx.Module):
-    """SwiGLU feed-forward of the layers without experts."""
+    """SwiGLU feed-forward network of the layers without experts."""
 
     def __init__(self, c: ModelConfig, dtype: Any) -> None:
         self.gate_up = param(dtype, embed=c.hidden_size, gate_up=2, mlp=c.intermediate_size)
         self.down = param(dtype, mlp=c.intermediate_size, embed=c.hidden_size)
 
     def __call__(self, x_STD: jax.Array) -> jax.Array:
+        """Return outputs [S, T, D]."""
         gate_up = product("std,dgf->stgf", x_STD, self.gate_up[...])
         return product("stf,fd->std", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
 
 
 class MoE(nnx.Module):
-    """Routed experts. Their weights stand in slot order, which the placement maps experts to."""
+    """Routed experts. Their weights are in slot order, and the placement maps experts to slots."""
 
     def __init__(self, c: ModelConfig, dtype: Any) -> None:
         self.config = c
@@ -159,12 +169,13 @@ class MoE(nnx.Module):
     def __call__(
         self, x_STD: jax.Array, valid_ST: jax.Array, slot_of_expert_E: jax.Array, layout: StepLayout
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs [S, T, D] and counts [S, TP, E] of what each rank's own tokens chose."""
+        """Return outputs [S, T, D] and counts [S, TP, E] of the experts that each rank's own tokens chose."""
         c = self.config
 
         def on_rank(
             x: jax.Array, valid: jax.Array, slots: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
+            # In float32, because rounding could change the choice of experts.
             logits = x[0].astype(jnp.float32) @ router.astype(jnp.float32)
             routing = route_and_count(
                 logits,
@@ -178,6 +189,7 @@ class MoE(nnx.Module):
             y = moe_exchange(layout.exchange, x[0], routing, slots, gate_up, down, layout.backend)
             return y[None], routing.count_E[None, None]
 
+        # Tokens are split over all ranks, also within an engine, so that no rank routes the tokens of another.
         own, ranks = P("dp", "tp"), P(("dp", "tp"))
         return jax.shard_map(
             on_rank,
@@ -206,11 +218,12 @@ class Layer(nnx.Module):
         rope: Rotation,
         layout: StepLayout,
     ) -> tuple[jax.Array, KVPages, jax.Array | None]:
-        """Hidden states, pages, and counts [S, TP, E]; a layer without experts has no placement and no counts."""
+        """Return hidden states, pages and counts [S, TP, E]. Without experts, placement and counts are None."""
         attended, pages = self.attention(self.input_norm(x_STD), pages, inputs, rope, layout)
         x_STD = layout.constrain(x_STD + attended, "dp")
         y_STD = self.post_norm(x_STD)
         if isinstance(self.mlp, MoE):
+            # Padding has a KV place past the end of the pages.
             valid_ST = inputs.write_ST < pages[0].shape[1] * pages[0].shape[2]
             assert slot_of_expert_E is not None
             y_STD, counts_STE = self.mlp(y_STD, valid_ST, slot_of_expert_E, layout)
@@ -230,14 +243,14 @@ def _run_layer(
     rope: Rotation,
     layout: StepLayout,
 ) -> tuple[jax.Array, KVPages, jax.Array | None]:
-    """Jitted so that layers of one kind are traced and lowered once; XLA inlines it."""
+    """Run one layer. Because of the jit, layers of one kind are traced and lowered once; XLA inlines them."""
     return nnx.merge(graph, weights)(x_STD, pages, slot_of_expert_E, inputs, rope, layout)
 
 
 class Qwen3Moe(nnx.Module):
-    """The whole model, for engines of ``tp`` ranks: each holds KV heads of its own, copies if there are too few.
+    """The whole model, for engines of ``tp`` ranks. Each rank has its own KV heads, copies if there are too few.
 
-    Built with zeros: use ``nnx.eval_shape`` and a checkpoint for the values.
+    Its parameters are zeros: build it under ``nnx.eval_shape`` and load the values from a checkpoint.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
@@ -251,16 +264,16 @@ class Qwen3Moe(nnx.Module):
     def __call__(
         self, inputs: StepInputs, pages: list[KVPages], slot_of_expert_LE: jax.Array, layout: StepLayout
     ) -> tuple[jax.Array, list[KVPages], jax.Array]:
-        """Run one step.
+        """Run the forward pass of one step.
 
         Args:
-          inputs: tokens of S engines and where they belong.
-          pages: KV pages of each layer; donate them. Hidden states have their type, whatever the weights have.
-          slot_of_expert_LE: placement of the MoE layers.
+          inputs: tokens of S engines with their positions and pages.
+          pages: KV pages of each layer; donate them. Hidden states have their type, which may differ from the weights'.
+          slot_of_expert_LE: int32 placement of the MoE layers.
           layout: mesh, tile, exchange and backend.
 
         Returns:
-          Final hidden states [S, T, D], the pages, and counts [S, TP, L, E].
+          Final hidden states [S, T, D], the pages, and int32 counts [S, TP, L, E].
         """
         x = layout.constrain(self.embed[...][inputs.tokens_ST].astype(pages[0][0].dtype), "dp")
         rope = rotation(self.config, inputs.positions_ST)
@@ -278,7 +291,7 @@ class Qwen3Moe(nnx.Module):
         return (self.embed if self.config.tie_embeddings else self.head)[...]
 
     def logits(self, hidden: jax.Array, layout: StepLayout) -> jax.Array:
-        """float32 logits [S, G, V] of final hidden states [S, G, D], whole on every rank of an engine."""
+        """Return float32 logits [S, G, V] of final hidden states [S, G, D], whole on every rank of an engine."""
         logits = product("sgd,vd->sgv", hidden, self.output_table, jnp.float32)
-        # Split by vocabulary first: otherwise XLA gathers the table instead of the logits.
+        # Constrain to a split by vocabulary first; otherwise XLA gathers the table instead of the logits.
         return layout.constrain(layout.constrain(logits, "dp", None, "tp"), "dp")

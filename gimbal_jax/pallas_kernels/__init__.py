@@ -1,6 +1,12 @@
-"""Device operations that the model is built on, each specified by a plain XLA reference.
+"""Device operations of the model. Each has a specification in plain XLA, and most have a kernel for NVIDIA Hopper.
 
-They know arrays only: no configuration, no mesh.
+They take arrays only, and depend on no configuration and no mesh.
+
+- ``backend``: the forms of an operation (XLA, kernel, interpreted kernel) and the fastest one of a device.
+- ``route_and_count``: expert routing with counts by expert; ``route_and_count_mosaic`` is its kernel.
+- ``grouped_matmul``: feed-forward of many experts over few tokens each.
+- ``paged_attention``: attention over paged keys and values; ``paged_attention_mosaic`` is its kernel.
+- ``product``: exact products of float32 activations with bfloat16 weights.
 """
 
 from gimbal_jax.pallas_kernels.backend import Backend, backend_of

@@ -1,10 +1,8 @@
 """Causal attention of query groups over paged keys and values.
 
-A group is a run of consecutive tokens of one sequence: one token when decoding,
-a tile of a prompt when prefilling. The context is read block by block with a
-running softmax, so no dense copy of it is ever made.
-``paged_attention_reference`` is the specification, ``_by_blocks`` what runs on CPUs, ``paged_attention_mosaic`` the
-kernel for Hopper.
+A group is a run of consecutive tokens of one sequence: one token in decoding, a tile of a prompt in prefill. The
+context is read block by block with a running softmax, so no dense copy of it is made. ``paged_attention_reference`` is
+the specification, ``_by_blocks`` the form for CPUs, and ``paged_attention_mosaic`` the kernel for Hopper.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from gimbal_jax.pallas_kernels.backend import Backend
 from gimbal_jax.pallas_kernels.paged_attention_mosaic import attend_pages
 
 BLOCK = 128
-"""Context tokens per loop step, at least one page."""
+"""Context tokens per turn of the loop; a block has at least one page."""
 DECODE_BLOCK = 64
-"""The same on a CPU for groups of one token. Half of the last block is in vain, so with 128 it takes 1.25 times as long
-at 160 tokens of context (32 rows), and 0.93 times at 1,000."""
+"""Context tokens per turn on a CPU for groups of one token. On average, half of the last block is wasted. Thus with
+128, 32 rows take 1.25 times as long at 160 tokens of context, and 0.93 times as long at 1,000."""
 
 
 def paged_attention(
@@ -38,23 +36,23 @@ def paged_attention(
 ) -> jax.Array:
     """Attend from G groups of Q consecutive tokens to their sequences' pages.
 
-    The keys and values of the groups' own tokens are in the pages already.
+    The pages must already hold the keys and values of the groups' own tokens.
 
     Args:
       q_GQHD: queries; each of the K key-value heads serves H / K query heads.
-      k_pages: [pages, page_size, K, D].
-      v_pages: the same shape.
+      k_pages: keys, [pages, page_size, K, D].
+      v_pages: values, [pages, page_size, K, D].
       page_table_GM: int32 pages of each group's sequence, in order.
       start_G: int32 position of the group's first token.
-      count_G: int32 tokens in the group, at most Q; the rest of its rows is padding.
-      window: each token sees only the last ``window`` positions, itself included.
-      backend: which form to run.
+      count_G: int32 tokens in the group, at most Q; its other rows are padding.
+      window: each token sees only the last ``window`` positions, including its own; None is all positions.
+      backend: form to run.
 
     Returns:
       [G, Q, H, D] in the type of q; padding rows are 0.
 
     Raises:
-      ValueError: the kernel does not take such arrays; ``mosaic_limits`` says which it takes.
+      ValueError: the kernel does not take such arrays (see ``mosaic_limits``).
     """
     args = q_GQHD, k_pages, v_pages, page_table_GM, start_G, count_G
     match backend:
@@ -77,7 +75,7 @@ def paged_attention_reference(
     *,
     window: int | None = None,
 ) -> jax.Array:
-    """What ``paged_attention`` means."""
+    """Compute ``paged_attention`` in plain XLA; the specification."""
     (groups, queries, heads, dim), (_, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     pages_per_block = max(1, BLOCK // page_size)
     block = pages_per_block * page_size
@@ -87,6 +85,7 @@ def paged_attention_reference(
     q = q_GQHD.reshape(groups, queries, kv_heads, heads // kv_heads, dim) / math.sqrt(dim)
     position_GQ = start_G[:, None] + jnp.arange(queries)
     valid_GQ = jnp.arange(queries) < count_G[:, None]
+    # The loop ends after the longest context.
     last = jnp.max(jnp.where(count_G > 0, start_G + count_G, 0))
 
     def one_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -101,12 +100,13 @@ def paged_attention_reference(
         seen = seen_GQb[:, None, None]
         score = jnp.einsum("gqknd,gbkd->gknqb", q, k, preferred_element_type=jnp.float32)
         score = jnp.where(seen, score, -jnp.inf)
+        # Running softmax: rescale earlier sums to the new maximum.
         new_top = jnp.maximum(top, score.max(axis=-1))
-        # A row that has seen nothing yet has top = -inf; exp(-inf - -inf) would be NaN.
+        # A row that has seen nothing yet has top = -inf, and exp(-inf - -inf) is NaN.
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
         share = jnp.exp(score - safe_top[..., None])
         keep = jnp.exp(top - safe_top)
-        # Pages not in use may hold anything, NaN too: their values must not meet a zero share.
+        # Unused pages may hold NaN, and 0 * NaN is NaN, so their values are cleared.
         v = jnp.where(seen_GQb.any(axis=1)[..., None, None], v, 0)
         gain = jnp.einsum("gknqb,gbkd->gknqd", share.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_top, total * keep + share.sum(axis=-1), out * keep[..., None] + gain
@@ -128,9 +128,10 @@ def _by_wide_blocks(
     *,
     window: int | None,
 ) -> jax.Array:
-    """``_by_blocks`` for few queries: all KV heads of a token as one wide head, of which a query sees its own part.
+    """Compute ``_by_blocks`` for few queries, with all KV heads of a token as one wide head.
 
-    That multiplies by zeros, and saves to put the heads of each block one behind the other.
+    A query is 0 except in the part of its own head. The products multiply by zeros, but no block of keys or values must
+    be transposed.
     """
     (groups, queries, heads, dim), (num_pages, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     own_KK = jnp.eye(kv_heads, dtype=q_GQHD.dtype)
@@ -153,10 +154,10 @@ def _by_blocks(
     *,
     window: int | None,
 ) -> jax.Array:
-    """Plain XLA for CPUs: the reference, with products of the form that XLA's library takes as it is.
+    """Compute the reference for CPUs, with products in a form that XLA's CPU library takes directly.
 
-    Each KV head of a group is an element of one batch axis B; its rows r are the queries of the heads that share it.
-    The queries are scaled already.
+    Each KV head of a group is an element of one batch axis B. Its rows r are the queries of the heads that share it.
+    The queries must be scaled already.
     """
     (groups, queries, heads, dim), (num_pages, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     share = heads // kv_heads
@@ -168,6 +169,7 @@ def _by_blocks(
     q_GQKhD = q_GQHD.reshape(groups, queries, kv_heads, share, dim)
     q_BrD = q_GQKhD.swapaxes(1, 2).reshape(groups * kv_heads, queries * share, dim)
     position_GQ = start_G[:, None] + jnp.arange(queries)
+    # Position of each row, and first position and end of each element's group.
     position_Br = jnp.repeat(jnp.repeat(position_GQ, share, axis=1), kv_heads, axis=0)
     end_G = jnp.where(count_G > 0, start_G + count_G, 0)
     start_B1, end_B1 = jnp.repeat(start_G, kv_heads)[:, None], jnp.repeat(end_G, kv_heads)[:, None]
@@ -181,19 +183,20 @@ def _by_blocks(
             used_Bb &= context_b > start_B1 - window
             seen_Brb &= context_b > position_Br[..., None] - window
 
-        def of_block(pages: jax.Array) -> jax.Array:
-            rows = pages.reshape(num_pages, -1)[pages_Gb]  # a row a page, to be copied as a whole
+        def block_of(pages: jax.Array) -> jax.Array:
+            rows = pages.reshape(num_pages, -1)[pages_Gb]  # one row per page, so that each page is one copy
             return rows.reshape(groups, block, kv_heads, dim).swapaxes(1, 2).reshape(-1, block, dim)
 
-        score_Brb = jnp.einsum("Brd,Bbd->Brb", q_BrD, of_block(k_pages), preferred_element_type=jnp.float32)
+        score_Brb = jnp.einsum("Brd,Bbd->Brb", q_BrD, block_of(k_pages), preferred_element_type=jnp.float32)
         score_Brb = jnp.where(seen_Brb, score_Brb, -jnp.inf)
+        # Running softmax: rescale earlier sums to the new maximum.
         new_top_Br = jnp.maximum(top_Br, score_Brb.max(axis=-1))
-        # A row that has seen nothing yet has top = -inf; exp(-inf - -inf) would be NaN.
+        # A row that has seen nothing yet has top = -inf, and exp(-inf - -inf) is NaN.
         safe_top_Br = jnp.where(jnp.isfinite(new_top_Br), new_top_Br, 0.0)
         part_Brb = jnp.exp(score_Brb - safe_top_Br[..., None])
         keep_Br = jnp.exp(top_Br - safe_top_Br)
-        # Pages not in use may hold anything, NaN too: their values must not meet a zero share.
-        v_Bbd = jnp.where(used_Bb[..., None], of_block(v_pages), 0)
+        # Unused pages may hold NaN, and 0 * NaN is NaN, so their values are cleared.
+        v_Bbd = jnp.where(used_Bb[..., None], block_of(v_pages), 0)
         gain_BrD = jnp.einsum("Brb,Bbd->Brd", part_Brb.astype(v_Bbd.dtype), v_Bbd, preferred_element_type=jnp.float32)
         total_Br = total_Br * keep_Br + part_Brb.sum(axis=-1)
         return new_top_Br, total_Br, out_BrD * keep_Br[..., None] + gain_BrD

@@ -1,11 +1,12 @@
 """``paged_attention`` as one kernel for NVIDIA Hopper (Mosaic GPU), for decoding and for prefill tiles.
 
-The queries of a group that share a KV head are the rows of one matrix product, 64 for each warpgroup: query after
-query, each with all its heads. Rows left over hold garbage, which never meets another row, and are not written.
-A block of the grid walks its context in steps of 64 tokens with a running softmax in base 2. The TMA unit loads the
-pages ahead of use, at indices read from the page table; the first warpgroup asks for them.
+The queries of a group that share a KV head are the rows of one matrix product, 64 for each warpgroup. The rows are in
+order of the query, then of its heads. Unused rows hold garbage, which affects no other row, and are not written. A
+block of the grid reads its context in steps of 64 tokens with a running softmax in base 2. The TMA unit loads pages
+ahead of use, at indices from the page table. The first warpgroup starts these loads.
 
-Where groups are few, several blocks share one context, each with a run of its steps, and XLA merges what they give.
+If there are few groups, several blocks share one context. Each block computes some of its steps, and XLA merges their
+results.
 """
 
 from __future__ import annotations
@@ -26,62 +27,73 @@ ROWS = 64
 STEP = 64
 """Context tokens of a step."""
 STAGES = 3
-"""Steps whose keys and values stand in shared memory. With three, two decode blocks fit on a core."""
+"""Steps whose keys and values are in shared memory at the same time. With three, two decode blocks fit on a core."""
 WARPGROUPS = 264
 """Warpgroups that keep a GPU busy: two for each of an H100's 132 cores."""
 LEAST = -1e30
-"""Where a running maximum starts: finite, so that a row that has seen nothing has weights of 0, not of NaN."""
+"""Initial running maximum. It is finite, so that a row that has seen nothing has weights of 0, not NaN."""
 PAGE_SIZES = (8, 16, 32, 64, 128)
+"""Supported tokens of a page."""
 HEAD_DIMS = (64, 128)
+"""Supported sizes of a head."""
 
 MATRIX = plgpu.Layout.WGMMA
+"""Register layout of the matrices."""
 ROW = MATRIX.reduce(1)
+"""Register layout of one number per row of a matrix."""
 
 Ref = Any
-"""Pallas has no public type for a reference."""
+"""Reference to memory; Pallas has no public type for it."""
 Int = int | jax.Array
 
 
 def mosaic_limits(dtype: Any, head_dim: int, page_size: int, heads_per_kv_head: int) -> list[str]:
-    """What keeps the kernel from serving such a model; empty if nothing does."""
-    found = []
+    """Return the limits of the kernel that a model exceeds, one text each; empty if the kernel supports it.
+
+    Args:
+      dtype: type of queries, keys and values.
+      head_dim: size of a head.
+      page_size: tokens of a page.
+      heads_per_kv_head: query heads that share a KV head.
+    """
+    problems = []
     if jnp.dtype(dtype) != jnp.bfloat16:
-        found.append(f"dtype is {jnp.dtype(dtype)}; the attention kernel takes bfloat16")
+        problems.append(f"dtype is {jnp.dtype(dtype)}; the attention kernel takes bfloat16")
     if head_dim not in HEAD_DIMS:
-        found.append(f"head_dim is {head_dim}; the attention kernel takes one of {HEAD_DIMS}")
+        problems.append(f"head_dim is {head_dim}; the attention kernel takes one of {HEAD_DIMS}")
     if page_size not in PAGE_SIZES:
-        found.append(f"page_size is {page_size}; the attention kernel takes one of {PAGE_SIZES}")
+        problems.append(f"page_size is {page_size}; the attention kernel takes one of {PAGE_SIZES}")
     if heads_per_kv_head > ROWS:
-        found.append(f"{heads_per_kv_head} query heads share a KV head; the attention kernel takes at most {ROWS}")
-    return found
+        problems.append(f"{heads_per_kv_head} query heads share a KV head; the attention kernel takes at most {ROWS}")
+    return problems
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the queries and the context of a KV head of a group are cut into blocks."""
+    """Division of the queries and the context of one KV head of a group into blocks."""
 
     queries: int
-    """Of a warpgroup."""
+    """Queries of a warpgroup."""
     warpgroups: int
-    """Of a block; they read the same keys and values."""
+    """Warpgroups of a block; they read the same keys and values."""
     blocks: int
-    """Along the queries of a group."""
+    """Blocks along the queries of a group."""
     splits: int
     """Blocks that share a context."""
 
 
 def cut(groups: int, queries: int, kv_heads: int, heads_per_kv_head: int, context: int) -> Cut:
-    """Fill the rows of a warpgroup, then the GPU.
+    """Choose a division that fills the rows of a warpgroup first, then the GPU.
 
     Args:
-      groups, queries, kv_heads, heads_per_kv_head: of the call.
-      context: tokens in the longest context that its page table can hold.
+      groups, queries, kv_heads, heads_per_kv_head: sizes of the call.
+      context: tokens of the longest context that its page table can hold.
     """
-    of_warpgroup = max(n for n in range(1, queries + 1) if queries % n == 0 and n * heads_per_kv_head <= ROWS)
-    parts = queries // of_warpgroup
+    warpgroup_queries = max(n for n in range(1, queries + 1) if queries % n == 0 and n * heads_per_kv_head <= ROWS)
+    parts = queries // warpgroup_queries
     warpgroups = 2 if parts % 2 == 0 else 1
     splits = WARPGROUPS // (groups * kv_heads * parts)
-    return Cut(of_warpgroup, warpgroups, parts // warpgroups, max(1, min(splits, pl.cdiv(context, STEP))))
+    return Cut(warpgroup_queries, warpgroups, parts // warpgroups, max(1, min(splits, pl.cdiv(context, STEP))))
 
 
 def attend_pages(
@@ -96,14 +108,16 @@ def attend_pages(
     interpret: plgpu.InterpretGPUParams | None,
     splits: int | None = None,
 ) -> jax.Array:
-    """The kernel and, where contexts are shared, the merge.
+    """Run the kernel, then merge the results if blocks share contexts.
 
-    Args: those of ``paged_attention``, and
-      interpret: how to interpret the kernel on the CPU; None compiles it.
-      splits: blocks that share a context; as many as fill the GPU if None.
+    The other arguments and the result are those of ``paged_attention``.
+
+    Args:
+      interpret: settings to interpret the kernel on the CPU; None compiles it.
+      splits: blocks that share a context; None is as many as fill the GPU.
 
     Raises:
-      ValueError: the kernel does not take such arrays; see ``mosaic_limits``.
+      ValueError: the kernel does not take such arrays (see ``mosaic_limits``).
     """
     (groups, queries, heads, dim), (_, page_size, kv_heads, _) = q_GQHD.shape, k_pages.shape
     share = heads // kv_heads
@@ -111,11 +125,12 @@ def attend_pages(
         raise ValueError("; ".join(limits))
     c = cut(groups, queries, kv_heads, share, page_table_GM.shape[1] * page_size)
     splits = splits or c.splits
-    # A partial result takes the room of the queries, whose type is half as wide, in halves of its columns.
+    # Partial results are float32. They reuse the memory of the bfloat16 queries, so they are written half by half.
     out_dtype, columns = (jnp.float32, dim // 2) if splits > 1 else (q_GQHD.dtype, dim)
     out_type = [jax.ShapeDtypeStruct((splits, groups, queries, kv_heads, share, dim), out_dtype)]
     if splits > 1:
         out_type.append(jax.ShapeDtypeStruct((splits, groups, kv_heads, c.blocks, c.warpgroups, ROWS), jnp.float32))
+    # Shared memory and barriers below belong to one block of the grid.
     pages = plgpu.SMEM((STAGES, STEP, dim), k_pages.dtype)
     loaded = plgpu.Barrier(num_arrivals=max(1, STEP // page_size), num_barriers=STAGES)
     out_SGQKhD, *log_sum = plgpu.kernel(
@@ -140,26 +155,28 @@ def attend_pages(
             used=plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=STAGES),
             cleaned=plgpu.Barrier(num_arrivals=c.warpgroups),
         ),
-        # Rows are reduced within a warp, which takes no shared memory.
+        # Rows are reduced within a warp, which needs no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(q_GQHD.reshape(groups, queries, kv_heads, share, dim), k_pages, v_pages, page_table_GM, start_G, count_G)
     if splits == 1:
         return out_SGQKhD.reshape(q_GQHD.shape)
+    # Drop the unused rows of each warpgroup.
     log_sum_SGKQh = log_sum[0][..., : c.queries * share].reshape(splits, groups, kv_heads, queries, share)
     return merge(out_SGQKhD, log_sum_SGKQh.swapaxes(2, 3)).reshape(q_GQHD.shape).astype(q_GQHD.dtype)
 
 
 def merge(out_SXD: jax.Array, log_sum_SX: jax.Array) -> jax.Array:
-    """Attention over a whole context from that over S parts of it.
+    """Return the attention over a whole context from the attention over S parts of it.
 
     Args:
       out_SXD: results of the parts, for any axes X.
-      log_sum_SX: base 2 logarithms of their sums of exponentials; minus infinity for a part in which nothing was seen.
+      log_sum_SX: base 2 logarithms of the parts' sums of exponentials; minus infinity for a part with no visible token.
 
     Returns:
-      [X, D]; 0 where nothing was seen in any part.
+      [X, D]; 0 if no part has a visible token.
     """
+    # Weights are relative to the largest part, so that none overflows.
     top_X = log_sum_SX.max(axis=0)
     weight_SX = jnp.exp2(log_sum_SX - jnp.where(jnp.isfinite(top_X), top_X, 0))
     total_X = weight_SX.sum(axis=0)
@@ -167,13 +184,16 @@ def merge(out_SXD: jax.Array, log_sum_SX: jax.Array) -> jax.Array:
 
 
 def seen_by(start: Int, count: Int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The context [begin, end) that at least one of ``count`` tokens from ``start`` on sees."""
+    """Return the context [begin, end) that at least one of ``count`` tokens from position ``start`` on sees."""
     begin = jnp.int32(0) if window is None else jnp.maximum(start - window + 1, 0)
     return begin, jnp.where(count > 0, start + count, 0)
 
 
 def steps_of(begin: Int, end: Int, split: Int, splits: int) -> tuple[jax.Array, jax.Array]:
-    """The first step of a split's equal share of the context [begin, end), and how many it takes; none if end is 0."""
+    """Return the first step and the number of steps of a split's equal share of the context [begin, end).
+
+    There are no steps if ``end`` is 0.
+    """
     first = lax.div(begin, STEP)
     steps = jnp.maximum(pl.cdiv(end, STEP) - first, 0)
     share = pl.cdiv(steps, splits)
@@ -203,12 +223,27 @@ def _attend_block(
     window: int | None,
     interpret: bool,
 ) -> None:
-    """The queries of one block over one split of their context."""
+    """Attend from the queries of one block to one split of their context.
+
+    Args:
+      q_ref: [G, Q, K, heads per KV head, D] queries, as in the kernel's call.
+      k_ref, v_ref, table_ref, start_ref, count_ref: arguments of ``paged_attention``.
+      out_ref: [splits, G, Q, K, heads per KV head, D] results.
+      log_sum_ref: one reference with splits, none without: logarithms of the sums of exponentials.
+      q_or_out: shared memory of each warpgroup, for its queries and later for its results.
+      k_smem, v_smem: shared memory of ``STAGES`` steps.
+      q_loaded, k_loaded, v_loaded: barriers of completed loads.
+      q_taken: barrier after which the memory of the queries may be overwritten.
+      used: barriers after which a stage may be overwritten.
+      cleaned: barrier after which invisible values are 0.
+      c, splits, window, interpret: see ``attend_pages``.
+    """
     group, kv_head, block, split = (lax.axis_index(name) for name in ("group", "kv_head", "block", "split"))
     warpgroup = lax.axis_index("warpgroup")
     q_smem, out_smem = (ref.at[warpgroup] for ref in q_or_out)
     page_size, (_, _, _, share, dim) = k_ref.shape[1], q_ref.shape
 
+    # The part of the context that this block's queries see, and this split's share of it.
     first = block * c.warpgroups * c.queries
     start = start_ref[group] + first
     count = jnp.clip(count_ref[group] - first, 0, c.warpgroups * c.queries)
@@ -218,16 +253,18 @@ def _attend_block(
     def load(i: jax.Array) -> None:
         slot, piece = lax.rem(i, STAGES), min(page_size, STEP)
         for at in range(0, STEP, piece):
-            # Past the end of the context, its last piece again: no other page need exist.
+            # Past the end of the context, load its last piece again, because no further page need exist.
             token = jnp.minimum((first_step + i) * STEP + at, lax.div(end - 1, piece) * piece)
             source = table_ref[group, lax.div(token, page_size)], pl.ds(lax.rem(token, page_size), piece), kv_head
             place = slot, pl.ds(at, piece)
             plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[place], k_loaded.at[slot])
             plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[place], v_loaded.at[slot])
 
+    # Fill all stages before the first step.
     for i in range(STAGES):
         pl.when((warpgroup == 0) & (i < steps))(functools.partial(load, jnp.int32(i)))
 
+    # Queries go to registers, so that their shared memory is free for the results.
     first_query = warpgroup * c.queries
     rows = [(first + first_query + i, pl.ds(i * share, share)) for i in range(c.queries)]
     for query, place in rows:
@@ -243,12 +280,13 @@ def _attend_block(
         out, top, total = carry
         slot, token = lax.rem(i, STAGES), (first_step + i) * STEP
 
-        # Not the slot that was just used, but the one before it: the other warpgroup is hardly ever still reading it.
+        # Reuse the slot of the previous step, not of this one: the other warpgroup has most likely finished reading it.
         @pl.when((warpgroup == 0) & (i > 0) & (i + STAGES - 1 < steps))
         def _load_ahead() -> None:
             plgpu.barrier_wait(used.at[lax.rem(i - 1, STAGES)])
             load(i + STAGES - 1)
 
+        # Scores in base 2: the factor turns exp into exp2.
         plgpu.barrier_wait(k_loaded.at[slot])
         score = _product(q, k_smem.at[slot].transpose((1, 0)), interpret=interpret)
         context = token + plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=MATRIX)
@@ -256,6 +294,7 @@ def _attend_block(
         if window is not None:
             seen &= context > lax.broadcast_in_dim(position - window, score.shape, [0])
         score = jnp.where(seen, score * (math.log2(math.e) / math.sqrt(dim)), -jnp.inf)
+        # Running softmax: rescale earlier sums to the new maximum.
         new_top = jnp.maximum(top, score.max(axis=1))
         keep = jnp.exp2(top - new_top)
         weight = jnp.exp2(score - lax.broadcast_in_dim(new_top, score.shape, [0]))
@@ -264,7 +303,7 @@ def _attend_block(
 
         plgpu.barrier_wait(v_loaded.at[slot])
 
-        # A weight of 0 does not silence a NaN, and outside of the context a page may hold anything.
+        # Clear values outside of the context: they may be NaN, and 0 * NaN is NaN.
         @pl.when((token < begin) | (token + STEP > end))
         def _clean() -> None:
             @pl.when(warpgroup == 0)
@@ -292,6 +331,7 @@ def _attend_block(
         ),
     )
     out = out / lax.broadcast_in_dim(jnp.where(total > 0, total, 1), out.shape, [0])
+    # All warpgroups must have read their queries before results overwrite them.
     columns = out_smem.shape[1]
     plgpu.barrier_wait(q_taken)
     for at in range(0, dim, columns):
@@ -305,10 +345,10 @@ def _attend_block(
 
 
 def _product(a: jax.Array, b_ref: Ref, *, interpret: bool, onto: jax.Array | None = None) -> jax.Array:
-    """float32 ``a @ b``, added to ``onto``."""
+    """Return ``a @ b`` in float32, added to ``onto`` if given; a is in registers and b in shared memory."""
     if interpret:  # The interpreter has no product of registers with shared memory.
         product = jnp.dot(a.astype(jnp.float32), b_ref[...].astype(jnp.float32))
-        plgpu.commit_smem()  # Unlike the reads of wgmma, these are not in order with the TMA unit's writes.
+        plgpu.commit_smem()  # These reads, unlike those of wgmma, are not ordered with the writes of the TMA unit.
         return product if onto is None else onto + product
     if onto is not None:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b_ref))(plgpu.WGMMAAccumulatorRef.init(onto))

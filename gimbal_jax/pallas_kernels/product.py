@@ -1,4 +1,4 @@
-"""Products of activations with weights that are kept in a smaller type."""
+"""Products of activations with weights of a smaller type."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import jax
 import jax.numpy as jnp
 
 PARTS = 3
-"""bfloat16 numbers, of 8 bits each, that a float32 number of 24 bits is the sum of."""
+"""bfloat16 numbers, with 8 significant bits each, whose sum is a float32 number of 24 bits."""
 
 
 def product(
     subscripts: str, x: jax.Array, weights: jax.Array, result_type: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """``jnp.einsum`` of activations and weights, in the type of x unless ``result_type`` says otherwise.
+    """Multiply activations and weights as ``jnp.einsum`` does.
 
-    bfloat16 weights under float32 activations stay as they are, and lose nothing: each activation is split into
-    three bfloat16 numbers that add up to it, and their products are exact in float32. A CPU with bfloat16 units reads
-    half the bytes so, and multiplies so much faster that three products take half the time of one in float32. Ours.
+    float32 activations and bfloat16 weights are multiplied without conversion of the weights and without loss. Each
+    activation is split into three bfloat16 numbers that add up to it, and products of bfloat16 are exact in float32. A
+    CPU with bfloat16 units then reads half the bytes, and three products take half the time of one in float32. Ours.
 
     Args:
       subscripts: as for ``jnp.einsum``; axes that x, weights and result share come first in x and in the result.
-      x: float32, or of the type of the weights.
-      weights: of the type of x, or bfloat16.
-      result_type: float32, or the type of x.
+      x: activations, in float32 or in the type of the weights.
+      weights: weights, in the type of x or in bfloat16.
+      result_type: float32 or the type of x; None is the type of x.
+
+    Returns:
+      The product in ``result_type``.
     """
     if x.dtype == weights.dtype:
         return jnp.einsum(subscripts, x, weights, preferred_element_type=result_type)
@@ -32,7 +35,10 @@ def product(
 
 
 def product_of_parts(subscripts: str, x_parts: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
-    """``product`` with what ``split`` gives, float32; the parts stand along this axis, behind the shared ones."""
+    """Return the float32 product of weights with the parts from ``split``, which lie along ``axis`` of ``x_parts``.
+
+    ``axis`` must come after the axes that x, weights and result share.
+    """
     of_x, of_weights, of_result = subscripts.replace("->", ",").split(",")
     subscripts = f"{of_x[:axis]}Z{of_x[axis:]},{of_weights}->{of_result[:axis]}Z{of_result[axis:]}"
     y_parts = jnp.einsum(subscripts, x_parts, weights, preferred_element_type=jnp.float32)
@@ -41,11 +47,14 @@ def product_of_parts(subscripts: str, x_parts: jax.Array, weights: jax.Array, ax
 
 
 def split(x: jax.Array, axis: int) -> jax.Array:
-    """bfloat16 parts that add up to x, float32, along a new axis: each is what the ones before it leave, rounded."""
+    """Split float32 x into bfloat16 parts that add up to it, along a new axis.
+
+    Each part is the rounded rest that the parts before it leave.
+    """
     parts = []
     for _ in range(PARTS):
-        rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may leave a conversion out
+        rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA may omit conversions
         parts.append(rounded.astype(jnp.bfloat16))
         x = x - rounded
-    # The barrier keeps XLA from computing x anew for each part.
+    # Without the barrier, XLA recomputes x for each part.
     return jax.lax.optimization_barrier(jnp.stack(parts, axis))

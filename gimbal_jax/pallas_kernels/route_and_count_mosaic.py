@@ -1,11 +1,13 @@
 """``route_and_count`` as one kernel for NVIDIA Hopper (Mosaic GPU).
 
-A block routes 64 tokens. Their logits come to shared memory once; all passes read them there, a chunk of columns at a
-time, so that registers suffice for any number of experts. A choice is the first logit after the choice before, in the
-order (logit falling, expert rising): nothing has to be marked as taken, and a row of equal logits, minus infinity
-too, is no special case. After the last choice one comparison tells which columns were chosen. The product of a
-strictly lower triangular matrix with these marks counts the earlier tokens of the block in every column; counts to 63
-are exact. What earlier blocks sent is left to the caller, who gets one row of counts per block.
+A block routes 64 tokens. Their logits are copied to shared memory once. All passes read them there, one chunk of
+columns at a time, so that registers suffice for any number of experts.
+
+A choice is the first logit after the previous choice, in the order of falling logits, then of rising experts. So no
+column must be marked as taken, and a row of equal logits, even of minus infinity, is no special case. After the last
+choice, one comparison finds the chosen columns. The product of a strictly lower triangular matrix with these marks
+counts the earlier tokens of the block in every column; counts up to 63 are exact. The kernel returns one row of counts
+per block, and the caller adds those of earlier blocks.
 """
 
 from __future__ import annotations
@@ -20,43 +22,50 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BLOCK = 64
-"""Tokens of a block: the rows of one matrix product."""
+"""Tokens of a block, the rows of one matrix product."""
 CHUNK = 128
-"""Most columns in registers at a time."""
+"""Most columns in registers at the same time."""
 TILE = 32
 """Columns of a tile in shared memory. Experts are padded to whole tiles."""
 MAX_EXPERTS = 512
-"""More would not fit into shared memory."""
+"""Most experts that fit into shared memory."""
 MAX_RANKS = 64
-"""Their marks stay in registers from choice to choice."""
+"""Most ranks, whose marks stay in registers during all choices."""
 SLOT_BITS = 16
-"""A choice is one number, expert << SLOT_BITS | slot, so that one minimum finds the lower expert and its slot."""
+"""Bits of the slot in a choice. A choice is the number expert << SLOT_BITS | slot, so that one minimum finds the lower
+expert and its slot."""
 NO_CHOICE = jnp.iinfo(jnp.int32).max
+"""Choice of a row that has none in some columns; above all other choices."""
 
 MATRIX = plgpu.Layout.WGMMA
+"""Register layout of the matrices."""
 ROW = MATRIX.reduce(1)
-"""One number per token."""
+"""Register layout of one number per token."""
 COLUMN = MATRIX.reduce(0)
+"""Register layout of one number per column."""
 Ref = Any
+"""Reference to memory; Pallas has no public type for it."""
 Columns = Any
 """Consecutive columns of the block, a ``pl.ds`` of known size."""
 
 
 class RoutedBlocks(NamedTuple):
-    """``Routing`` as one block of tokens sees it that knows no other; T tokens in B blocks."""
+    """``Routing`` of T tokens in B blocks, each without the tokens of the others."""
 
     slot_Tk: jax.Array
+    """int32 slot of each choice; -1 for padding."""
     weight_Tk: jax.Array
+    """float32 weight of each choice; 0 for padding."""
     expert_Tk: jax.Array
     """int32 expert of each choice; 0 for padding."""
     position_Tk: jax.Array
-    """int32 earlier tokens of the block that chose the same expert; 0 for padding."""
+    """int32 number of earlier tokens of the block that chose the same expert; 0 for padding."""
     place_TR: jax.Array
-    """int32 earlier tokens of the block with a slot on that rank; -1 where this token has none."""
+    """int32 number of earlier tokens of the block with a slot on each rank; -1 if this token has none there."""
     count_BE: jax.Array
-    """int32 tokens of the block that chose each expert."""
+    """int32 number of tokens of the block that chose each expert."""
     send_BR: jax.Array
-    """int32 tokens of the block with a slot on each rank."""
+    """int32 number of tokens of the block with a slot on each rank."""
 
 
 def route_blocks(
@@ -70,17 +79,20 @@ def route_blocks(
     counting: bool = True,
     interpret: Any = None,
 ) -> RoutedBlocks:
-    """The kernel. Arguments are those of ``route_and_count``; ``interpret`` is that of ``plgpu.kernel``.
+    """Run the kernel. The other arguments are those of ``route_and_count``.
 
-    Without ``counting`` it writes slots and weights only, to measure what the rest costs (paper, figure 13).
+    Args:
+      counting: False writes slots and weights only, to measure the cost of counting (paper, figure 13).
+      interpret: as for ``plgpu.kernel``.
     """
+    # Experts and ranks are padded to whole tiles. The rank columns follow those of the experts.
     tokens, experts = logits_TE.shape
     blocks, columns, rank_columns = _up(tokens, BLOCK) // BLOCK, _up(experts, TILE), _up(ranks, TILE)
     width = max(width for width in range(TILE, CHUNK + 1, TILE) if columns % width == 0)
     on_ranks = pl.ds(columns, rank_columns)
-    # The copy to shared memory fills a block's missing rows itself, but wants whole tiles of eight.
+    # The copy to shared memory fills the missing rows of a block, but requires whole tiles of eight rows.
     rows = tokens if tokens < 8 else _up(tokens, 8)
-    # Minus infinity in the last columns: never chosen, as there are k experts before them.
+    # The last columns are minus infinity. They are never chosen, because at least k experts come before them.
     logits_TE = jnp.pad(
         logits_TE.astype(jnp.float32), ((0, rows - tokens), (0, columns - experts)), constant_values=-jnp.inf
     )
@@ -104,6 +116,7 @@ def route_blocks(
 
         plgpu.barrier_wait(copied)
 
+        # First pass: NaN becomes minus infinity; find each row's greatest logit.
         def clean(chunk: Columns, top: jax.Array) -> jax.Array:
             x = _load(x_s, chunk)
             x = jnp.where(x == x, x, -jnp.inf)
@@ -116,10 +129,12 @@ def route_blocks(
         def add(chunk: Columns, total: jax.Array) -> jax.Array:
             return total + jnp.sum(jnp.exp(_load(x_s, chunk) - _spread(shift, chunk)), axis=1)
 
+        # Second pass: the softmax total over all experts. With renormalise, the chosen ones are added up below.
         total = _row(0.0, jnp.float32)
         if not renormalise:
             total = for_chunks(add, total)
 
+        # k passes, each for the next choice of all rows.
         def choose(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             logit, choice, sent, total = carry
 
@@ -141,29 +156,32 @@ def route_blocks(
         before_all = (_row(jnp.inf, jnp.float32), _row(-1, jnp.int32), nothing_sent, total)
         last_logit, last_choice, sent, total = lax.fori_loop(0, k, choose, before_all)
 
-        def mark(of: Columns, marks: jax.Array, counts: Ref) -> None:
-            marks = jnp.where(_spread(valid, of), marks, 0.0)
-            marks_s[:, of] = marks.astype(jnp.bfloat16)
+        def mark(part: Columns, marks: jax.Array, counts: Ref) -> None:
+            marks = jnp.where(_spread(valid, part), marks, 0.0)
+            marks_s[:, part] = marks.astype(jnp.bfloat16)
             _store(counts, jnp.sum(marks, axis=0).astype(jnp.int32))
 
+        # A column is chosen if it comes before the last choice in the order, or is the last choice.
         def mark_chosen(chunk: Columns, _: None) -> None:
             x, logit = _load(x_s, chunk), _spread(last_logit, chunk)
             tied = (x == logit) & (_choices(slot_E, chunk) <= _spread(last_choice, chunk))
             mark(chunk, jnp.where((x > logit) | tied, 1.0, 0.0), count_BE.at[block, chunk])
 
         def count_earlier(chunk: Columns, _: None) -> None:
-            x_s[:, chunk] = _earlier(below_s, marks_s, chunk)  # the logits have served
+            x_s[:, chunk] = _earlier(below_s, marks_s, chunk)  # the logits are not needed any more
 
         if counting:
             for_chunks(mark_chosen, None)
             mark(on_ranks, sent, send_BR.at[block])
-            plgpu.commit_smem()  # the products read what all warps wrote; interpreting would not show a race here
+            # The products read the marks of all warps. The interpreter would not detect a missing commit.
+            plgpu.commit_smem()
 
             sent = jnp.where(_spread(valid, on_ranks), sent, 0.0)
             place = jnp.where(sent > 0, _earlier(below_s, marks_s, on_ranks), -1.0)
             _store(place_TR.at[here], place.astype(jnp.int32))
             for_chunks(count_earlier, None)
 
+        # Last passes: the position of each choice, packed with its expert into one number, and the weights.
         def place_choice(j: jax.Array, _: None) -> None:
             choice = plgpu.load(choice_s.at[j], layout=ROW)
 
@@ -216,62 +234,62 @@ def route_blocks(
 
 
 def _first_after(
-    logit: jax.Array, choice: jax.Array, x: jax.Array, choices: jax.Array, of: Columns
+    logit: jax.Array, choice: jax.Array, x: jax.Array, choices: jax.Array, columns: Columns
 ) -> tuple[jax.Array, ...]:
-    """Each row's first (logit, choice) in these columns after the given one; NO_CHOICE if there is none."""
-    left = (x < _spread(logit, of)) | ((x == _spread(logit, of)) & (choices > _spread(choice, of)))
+    """Return each row's first (logit, choice) in these columns after the given one; NO_CHOICE if there is none."""
+    left = (x < _spread(logit, columns)) | ((x == _spread(logit, columns)) & (choices > _spread(choice, columns)))
     top = jnp.max(jnp.where(left, x, -jnp.inf), axis=1)
-    return top, jnp.min(jnp.where(left & (x == _spread(top, of)), choices, NO_CHOICE), axis=1)
+    return top, jnp.min(jnp.where(left & (x == _spread(top, columns)), choices, NO_CHOICE), axis=1)
 
 
 def _better(earlier: tuple[jax.Array, ...], later: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The first in order of two (logit, choice), of which the earlier has the lower experts."""
+    """Return the first in order of two (logit, choice); ``earlier`` is from columns of lower experts."""
     take = (later[0] > earlier[0]) | (earlier[1] == NO_CHOICE)
     return tuple(jnp.where(take, new, old) for new, old in zip(later, earlier, strict=True))
 
 
-def _choices(slot_E: Ref, of: Columns) -> jax.Array:
-    """Every column's choice, in all rows."""
-    expert = _iota(of, 1)
-    slot = plgpu.load(slot_E.at[of], layout=COLUMN, optimized=False)
+def _choices(slot_E: Ref, columns: Columns) -> jax.Array:
+    """Return the choice of each column, in all rows."""
+    expert = _iota(columns, 1)
+    slot = plgpu.load(slot_E.at[columns], layout=COLUMN, optimized=False)
     return (expert << SLOT_BITS) | lax.broadcast_in_dim(slot, expert.shape, (1,))
 
 
-def _earlier(below_s: Ref, marks_s: Ref, of: Columns) -> jax.Array:
-    """float32 marks above each place, by column."""
+def _earlier(below_s: Ref, marks_s: Ref, columns: Columns) -> jax.Array:
+    """Return the number of marks above each place, by column, in float32."""
 
     def product(sums: Ref) -> jax.Array:
-        plgpu.wgmma(sums, below_s, marks_s.at[:, of])
+        plgpu.wgmma(sums, below_s, marks_s.at[:, columns])
         return sums[...]
 
-    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((BLOCK, of.size), jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((BLOCK, columns.size), jnp.float32))
 
 
 def _store(to: Ref, value: jax.Array) -> None:
-    """To device memory, in pieces of any size."""
+    """Store to device memory, in pieces of any size."""
     if hasattr(plgpu, "store"):
         plgpu.store(to, value, optimized=False)
-    else:  # jax 0.11, where every assignment may be in pieces
+    else:  # jax 0.11, in which each assignment may be split into pieces
         to[...] = value
 
 
-def _load(matrix_s: Ref, of: Columns) -> jax.Array:
-    return plgpu.load(matrix_s.at[:, of], layout=MATRIX)
+def _load(matrix_s: Ref, columns: Columns) -> jax.Array:
+    return plgpu.load(matrix_s.at[:, columns], layout=MATRIX)
 
 
-def _iota(of: Columns, axis: int) -> jax.Array:
-    """Row numbers (axis 0) or column numbers (axis 1) of these columns of the block."""
-    numbers = plgpu.broadcasted_iota(jnp.int32, (BLOCK, of.size), axis, layout=MATRIX)
-    return numbers + of.start if axis else numbers
+def _iota(columns: Columns, axis: int) -> jax.Array:
+    """Return the row numbers (axis 0) or column numbers (axis 1) of these columns of the block."""
+    numbers = plgpu.broadcasted_iota(jnp.int32, (BLOCK, columns.size), axis, layout=MATRIX)
+    return numbers + columns.start if axis else numbers
 
 
 def _row(value: float, dtype: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full((BLOCK,), value, dtype), ROW)
 
 
-def _spread(row: jax.Array, of: Columns) -> jax.Array:
-    """The row's number in each of these columns."""
-    return lax.broadcast_in_dim(row, (BLOCK, of.size), (0,))
+def _spread(row: jax.Array, columns: Columns) -> jax.Array:
+    """Repeat the number of each row in all of these columns."""
+    return lax.broadcast_in_dim(row, (BLOCK, columns.size), (0,))
 
 
 def _up(n: int, multiple: int) -> int:
@@ -279,5 +297,5 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _tiles(element_bytes: int) -> tuple[Any, ...]:
-    """How a matrix stands in shared memory: the layout of the copies and of the products' operands."""
+    """Return the layout of a matrix in shared memory, which the copies and the products' operands require."""
     return plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(element_bytes * TILE)  # type: ignore[abstract]

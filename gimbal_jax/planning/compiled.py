@@ -22,7 +22,7 @@ from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, split_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
-from gimbal_jax.planning.gpus import Gpu
+from gimbal_jax.planning.hardware import Gpu
 from gimbal_jax.planning.target import compile_only_devices
 from gimbal_jax.serving.runtime.batch import blank, step_buckets
 

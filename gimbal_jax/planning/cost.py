@@ -16,8 +16,7 @@ from math import comb
 from gimbal_jax.config import Exchange, MeshConfig, ModelConfig, PlacementConfig
 from gimbal_jax.model.memory import kv_bytes_per_token, weight_bytes
 from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
-from gimbal_jax.planning.gpus import Gpu
-from gimbal_jax.planning.links import Link, link_kinds
+from gimbal_jax.planning.hardware import Gpu, Link, link_kinds
 
 WAITS: dict[Exchange, int] = {"gather": 2, "sparse": 3}
 """Times that nodes wait for each other in one MoE layer's exchange: for counts (``sparse``), tokens, and results."""

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from rich.table import Column, Table
 
 from gimbal_jax.config import MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
+from gimbal_jax.scheduler.baselines.moetuner import moetuner_placement
+from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.counts_file import CountsFile
 from gimbal_jax.scheduler.distance import distance_SR
-from gimbal_jax.scheduler.moetuner import moetuner_placement
 from gimbal_jax.scheduler.objective import Objective, window_objective
 from gimbal_jax.scheduler.placement import assign_slots, propose
-from gimbal_jax.scheduler.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.traffic import far_tokens_L, merge_windows, rank_of_expert, remote_tokens_L
 
 WORST_LAYERS = 5

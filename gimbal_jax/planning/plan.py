@@ -1,4 +1,4 @@
-"""Every mesh that a number of GPUs can form for a model: what fits, what it costs, and which one to take."""
+"""Plans of every mesh that a number of GPUs can form for a model: what fits, what it costs, and a recommendation."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ from gimbal_jax.model.memory import GB, DeviceBytes, device_bytes
 from gimbal_jax.model.sharding import check_mesh
 from gimbal_jax.model.step import check_kernels
 from gimbal_jax.planning.cost import decode_seconds, far_exchange_bytes, prefill_seconds, tensor_parallel_bytes
-from gimbal_jax.planning.gpus import Gpu
-from gimbal_jax.planning.links import Link
+from gimbal_jax.planning.hardware import Gpu, Link
 from gimbal_jax.serving.engine.limits import check_limits
 from gimbal_jax.serving.runtime.batch import step_buckets
 
 CLOSE = 0.05
-"""Rates that differ by less are equal: floors cannot tell them apart."""
+"""Rates that differ by less than this share are equal, because floors are not more exact."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be served, on what."""
+    """A model to serve, and the GPUs to serve it on."""
 
     model: ModelConfig
-    """Its ``dtype`` is that of weights and cache."""
+    """The architecture; its ``dtype`` is that of weights and cache."""
     gpu: Gpu
     count: int
     """GPUs of all nodes."""
     engine: EngineConfig = GPU_ENGINE
     utilisation: float = MEMORY_UTILISATION
-    """Share of a GPU's memory that may be used."""
+    """Share of a GPU's memory that the server may use."""
     request_tokens: int = 2000
     """Tokens of one request, prompt and output together."""
     output_tokens: int = 200
-    """How many of them are output."""
+    """Output tokens among them."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     nodes: int = 1
-    """Machines that the GPUs are spread over, evenly."""
+    """Nodes that the GPUs are spread over, evenly."""
     link: Link | None = None
-    """The network between them, if they are several; times need it, memory does not."""
+    """Network between the nodes; None for one node. Times need it, memory does not."""
 
     def __post_init__(self) -> None:
         check_limits(self.engine)
@@ -61,7 +60,7 @@ class PlanRequest:
 
     @property
     def budget(self) -> int:
-        """Bytes of each GPU that may be used."""
+        """Bytes of each GPU that the server may use."""
         return int(self.gpu.memory_bytes * self.utilisation)
 
     @property
@@ -76,21 +75,23 @@ class MeshPlan:
 
     mesh: MeshConfig
     memory: DeviceBytes
-    """Of each GPU."""
+    """Memory of each GPU."""
     kv_tokens: int
     """Tokens in the cache of each engine."""
     concurrent: int
     """Requests that the caches of all engines hold at once."""
     tensor_parallel_bytes: int
-    """Over links, per token and layer, within an engine."""
+    """Bytes over links within an engine, per token and layer."""
     far_bytes: float
-    """From and to other nodes, per token and MoE layer, by the exchange."""
+    """Bytes of the exchange from and to other nodes, per token and MoE layer."""
     prefill_seconds: float
-    """A step of ``token_budget`` prompt tokens, over all engines."""
+    """Time of a step of ``token_budget`` prompt tokens, over all engines."""
+    decode_requests: int
+    """Requests of all engines in the decode step: ``max_rows``, or ``concurrent`` if that is less."""
     decode_seconds: float
-    """A step of ``max_rows`` requests, over all engines, or of as many as the caches hold."""
+    """Time of that step."""
     requests_per_second: float
-    """At those two times, prompts and outputs in turn."""
+    """Rate of prompts and outputs that take those two times, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,22 @@ class Refused:
     mesh: MeshConfig
     reason: str
     missing_bytes: int
-    """Memory that each GPU lacks; 0 where the mesh breaks another rule."""
+    """Memory that each GPU lacks; 0 if the mesh breaks another rule."""
+
+
+def meshes(request: PlanRequest) -> list[MeshConfig]:
+    """Return every (dp, tp) with dp * tp = the GPUs, by rising tp."""
+    sizes = [tp for tp in range(1, request.count + 1) if request.count % tp == 0]
+    return [MeshConfig(request.count // tp, tp, request.nodes) for tp in sizes]
 
 
 def plan_meshes(request: PlanRequest) -> list[MeshPlan | Refused]:
-    """Every (dp, tp) with dp * tp = the GPUs, by rising tp; experts are spread over all of them."""
-    sizes = [tp for tp in range(1, request.count + 1) if request.count % tp == 0]
-    return [plan_mesh(request, MeshConfig(request.count // tp, tp, request.nodes)) for tp in sizes]
+    """Plan every mesh of the GPUs; experts are spread over all of them."""
+    return [plan_mesh(request, mesh) for mesh in meshes(request)]
 
 
 def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
-    """What this mesh gives, or the rule that it breaks. ValueError if it has several nodes and no link."""
+    """Plan one mesh, or return the rule that it breaks. ValueError if it has several nodes and no link."""
     r, model, engine = request, request.model, request.engine
     fitted = fit_memory(request, mesh)
     if isinstance(fitted, Refused):
@@ -129,13 +135,14 @@ def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
         tensor_parallel_bytes=tensor_parallel_bytes(model, mesh.tp),
         far_bytes=far_exchange_bytes(model, mesh.ranks, mesh.nodes, engine.exchange),
         prefill_seconds=prefill,
+        decode_requests=rows,
         decode_seconds=decode,
         requests_per_second=1 / (prompt / engine.token_budget * prefill + r.output_tokens / rows * decode),
     )
 
 
 def fit_memory(request: PlanRequest, mesh: MeshConfig) -> tuple[DeviceBytes, int] | Refused:
-    """Memory of each GPU and KV tokens of each engine, or the rule that the mesh breaks."""
+    """Return memory of each GPU and KV tokens of each engine, or the rule that the mesh breaks."""
     r, model, engine = request, request.model, request.engine
     if r.per_node % mesh.tp and r.nodes > 1:
         return Refused(mesh, _crossing(r, mesh.tp), 0)
@@ -153,7 +160,7 @@ def fit_memory(request: PlanRequest, mesh: MeshConfig) -> tuple[DeviceBytes, int
 
 
 def _crossing(request: PlanRequest, tp: int) -> str:
-    """Why engines lie within nodes."""
+    """Return the reason for which an engine must not span nodes."""
     r = request
     outside = f", and {r.link.bandwidth / GB:g} GB/s over {r.link.name}" if r.link else ""
     return (
@@ -163,31 +170,43 @@ def _crossing(request: PlanRequest, tp: int) -> str:
 
 
 def recommended(plans: Sequence[MeshPlan | Refused]) -> MeshPlan | None:
-    """Of the meshes whose rate is close to the best, the one whose caches hold most requests; None if none fits."""
+    """Choose, among the meshes whose rate is close to the best, the one whose caches hold most requests.
+
+    None if no mesh fits.
+    """
     fitting = [plan for plan in plans if isinstance(plan, MeshPlan)]
     best = max((plan.requests_per_second for plan in fitting), default=0.0)
     close = [plan for plan in fitting if plan.requests_per_second >= (1 - CLOSE) * best]
     return max(close, key=lambda plan: plan.concurrent, default=None)
 
 
-def smallest_count(request: PlanRequest) -> int | None:
-    """Fewest GPUs that form a mesh that fits, in whole nodes if several were asked for; None if no number does."""
-    r = request
-    step = r.per_node if r.nodes > 1 else 1
-    for count in range(step, r.model.num_experts + 1, step):
-        nodes = count // step if r.nodes > 1 else 1
-        if recommended(plan_meshes(replace(r, count=count, nodes=nodes))) is not None:
-            return count
-    return None
+def smallest_count(request: PlanRequest) -> tuple[int, int] | None:
+    """Return the fewest GPUs that form a mesh that fits, and their nodes; None if no number does.
+
+    If several nodes were asked for, the GPUs are nodes of that size. Otherwise they are one node, as large as a usual
+    one or as the one asked for, or several of them.
+    """
+    r, most = request, request.model.num_experts
+    if r.nodes > 1:
+        sizes = [(count, count // r.per_node) for count in range(r.per_node, most + 1, r.per_node)]
+    else:
+        node = max(r.count, r.gpu.gpus_per_node)
+        sizes = [(count, 1) for count in range(1, min(node, most) + 1)]
+        sizes += [(count, count // node) for count in range(2 * node, most + 1, node)]
+    return next((size for size in sizes if _any_fits(replace(r, count=size[0], nodes=size[1]))), None)
+
+
+def _any_fits(request: PlanRequest) -> bool:
+    return any(not isinstance(fit_memory(request, mesh), Refused) for mesh in meshes(request))
 
 
 COORDINATOR, SECRET_FILE = "HOST_OF_PROCESS_0:PORT", "SECRET_FILE"
-"""Stand in commands for what only the user knows."""
+"""Placeholders in commands for values that only the user knows."""
 
 
-def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[list[str]]:
-    """The ``gimbal serve`` commands for this mesh, as words: one a node, in order."""
-    options = {
+def serve_settings(request: PlanRequest, mesh: MeshConfig) -> dict[str, int | float | str]:
+    """Return the options of ``gimbal serve`` for this mesh, by the keys of its configuration file."""
+    settings: dict[str, int | float | str] = {
         "dp": mesh.dp,
         "tp": mesh.tp,
         "dtype": request.model.dtype,
@@ -199,14 +218,25 @@ def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[l
         "exchange": request.engine.exchange,
         "memory-utilisation": request.utilisation,
     }
-    together = {"coordinator": COORDINATOR, "secret-file": SECRET_FILE, "processes": mesh.nodes}
+    if request.placement.policy != PlacementConfig.policy:
+        settings["placement"] = request.placement.policy
+    return settings
+
+
+def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[list[str]]:
+    """Return the ``gimbal serve`` commands for this mesh, as words: one a node, in order.
+
+    ``model`` is a hub id or a folder.
+    """
+    together: dict[str, int | float | str] = {
+        "coordinator": COORDINATOR,
+        "secret-file": SECRET_FILE,
+        "processes": mesh.nodes,
+    }
     of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]
-    return [
-        [
-            "gimbal",
-            "serve",
-            model,
-            *(word for name, value in (options | own).items() for word in (f"--{name}", str(value))),
-        ]
-        for own in of_process
-    ]
+    settings = serve_settings(request, mesh)
+
+    def words(options: dict[str, int | float | str]) -> list[str]:
+        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+    return [["gimbal", "serve", model, *words(settings | own)] for own in of_process]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from gimbal_jax.config import Exchange
@@ -24,7 +25,7 @@ from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, reco
 
 
 def heading(name: str, request: PlanRequest) -> str:
-    """The request in a line."""
+    """Describe the request in a line."""
     r, memory = request, request.gpu.memory_bytes / GB
     network = f" over {r.link.name}" if r.link else ""
     return (
@@ -39,13 +40,16 @@ def _gpus(request: PlanRequest) -> str:
 
 
 def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Table:
-    """The meshes that fit, one a row."""
+    """Return the meshes that fit as a table, one a row. It is at most 80 characters wide up to 99 engines."""
     engine, best = request.engine, recommended(plans)
     table = Table(
-        title=f"Each engine: {engine.max_rows} rows, {engine.token_budget:,} tokens a step, pages of {engine.page_size}"
+        title=f"Each engine: {engine.max_rows} rows, {engine.token_budget:,} tokens a step, "
+        f"pages of {engine.page_size}; GB per GPU",
+        box=box.HORIZONTALS,
+        padding=0,
     )
-    table.add_column("DP x TP")
-    columns = ["weights\nGB/GPU", "a step\nGB/GPU", "KV tokens\nper engine", "requests\nin caches"]
+    table.add_column("DP x TP", no_wrap=True)
+    columns = ["weights\nGB", "step\nGB", "moves\nGB", "KV tokens\nof engine", "requests\nin cache"]
     columns += ["network\nMB/GPU"] * (request.nodes > 1)
     for column in [*columns, "prefill\nms", "decode\nms", "requests\nper s"]:
         table.add_column(column, justify="right")
@@ -56,6 +60,7 @@ def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Tab
                 f"{plan.mesh.dp} x {plan.mesh.tp}" + (" *" if plan == best else ""),
                 f"{plan.memory.weights.total / GB:.1f}",
                 f"{plan.memory.step.total / GB:.1f}",
+                f"{plan.memory.migration / GB:.1f}",
                 f"{plan.kv_tokens:,}",
                 f"{plan.concurrent:,}",
                 *[f"{plan.far_bytes * prefill_tokens / 1e6:,.0f}"] * (request.nodes > 1),
@@ -67,24 +72,44 @@ def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Tab
 
 
 def plan_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> list[str]:
-    """What a reader needs beside the table, and the recommendation with its reason."""
+    """Return the notes below the table, and the recommendation with its reason."""
     r, model, ranks = request, request.model, request.count
-    lines = [f"DP {p.mesh.dp} x TP {p.mesh.tp}: {p.reason}" for p in plans if isinstance(p, Refused)]
+    lines = list(_rejections(plans))
     best = recommended(plans)
     if best is None:
         return lines
-    rows = min(r.engine.max_rows, max(1, best.concurrent))
     lines.append(
         f"Requests: {r.request_tokens:,} tokens each, {r.output_tokens:,} of them output; their cache takes "
         f"{r.request_tokens * kv_bytes_per_token(model) / 2**20:.1f} MiB."
     )
     lines.append(
-        f"Floors by data sheets: a prefill step of {r.engine.token_budget:,} tokens, a decode step of {rows} requests, "
-        f"over all engines, exchange {r.engine.exchange}; requests per s from both."
+        f"Floors by data sheets: a prefill step of {r.engine.token_budget:,} tokens, a decode step of "
+        f"{r.engine.max_rows} requests{_fewer(r, plans)}, over all engines, exchange {r.engine.exchange}; "
+        "requests per s from both."
     )
     if ranks > 1:
         lines += _traffic_lines(request, plans)
     return [*lines, *_recommendation(plans, best)]
+
+
+def _rejections(plans: Sequence[MeshPlan | Refused]) -> Iterator[str]:
+    """A line for each reason, with all meshes that it rejects."""
+    meshes: dict[str, list[str]] = {}
+    for plan in plans:
+        if isinstance(plan, Refused):
+            meshes.setdefault(plan.reason, []).append(f"DP {plan.mesh.dp} x TP {plan.mesh.tp}")
+    for reason, rejected in meshes.items():
+        yield f"{', '.join(rejected)}: {reason}"
+
+
+def _fewer(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
+    """Name the meshes whose caches hold fewer requests than a decode step has rows."""
+    fewer = [
+        f"{p.decode_requests} at DP {p.mesh.dp} x TP {p.mesh.tp}"
+        for p in plans
+        if isinstance(p, MeshPlan) and p.decode_requests < request.engine.max_rows
+    ]
+    return f" ({', '.join(fewer)}, as the caches hold)" if fewer else ""
 
 
 def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> list[str]:
@@ -110,14 +135,16 @@ def _network_lines(request: PlanRequest) -> list[str]:
     return [
         f"Across nodes, of the exchange: {gather:.1f} kB by gather (once to each other node), {sparse:.1f} kB by "
         f"sparse (to {far_copies(model, *sizes, 'sparse'):.2f} of {r.count - r.per_node} GPUs there), over "
-        f"{r.link.description}. The network column is what each GPU sends to other nodes in the prefill step: it goes "
-        f"beside what stays within, and the longer counts, with {WAITS[r.engine.exchange]} x "
-        f"{r.link.latency_s * 1e6:g} us a layer.",
+        f"{r.link.description}. The network column is the traffic of each GPU to other nodes in the prefill step. It "
+        f"runs in parallel with the traffic within nodes, so the longer of the two counts, with "
+        f"{WAITS[r.engine.exchange]} x {r.link.latency_s * 1e6:g} us a layer.",
     ]
 
 
 def _migration_line(request: PlanRequest) -> str:
     r, cost = request, _migration(request)
+    if r.placement.policy == "static":
+        return "Migration: none under static placement, which needs no buffers for moves."
     if r.nodes > 1:
         steps = f"{cost.layer_steps} such step" + "s" * (cost.layer_steps > 1)
         across = f", {cost.far_step_bytes / 1e6:,.0f} MB of it across nodes"
@@ -127,8 +154,9 @@ def _migration_line(request: PlanRequest) -> str:
         across = buffers = ""
     return (
         f"Migration: an expert is {expert_bytes(r.model) / 1e6:.1f} MB; at most {cost.step_bytes / 1e6:,.0f} MB move "
-        f"between two steps{across}, {cost.step_seconds * 1e3:.2f} ms on the links{buffers}. A layer whose GPUs all "
-        f"pass their experts on takes {steps}."
+        f"between two steps{across}, {cost.step_seconds * 1e3:.2f} ms on the links{buffers}. A layer in which every "
+        f"GPU passes all its experts on takes {steps}. The moves column is the buffers of "
+        f"{r.placement.rows_per_pair} experts to and from every GPU; --placement static needs none."
     )
 
 
@@ -144,11 +172,13 @@ def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list
         return [f"{text}, the only mesh that fits."]
     lines = [f"{text}: of the meshes within {CLOSE:.0%} of the best rate its caches hold most requests."]
     for plan in others:
+        batch = f" ({plan.decode_requests} requests, not {best.decode_requests})"
         changes = (
             f"{plan.requests_per_second / best.requests_per_second - 1:+.0%} rate",
             f"{plan.concurrent / best.concurrent - 1:+.0%} requests in caches" if best.concurrent else "",
             f"{plan.prefill_seconds / best.prefill_seconds - 1:+.0%} prefill time",
-            f"{plan.decode_seconds / best.decode_seconds - 1:+.0%} decode time",
+            f"{plan.decode_seconds / best.decode_seconds - 1:+.0%} decode time"
+            + batch * (plan.decode_requests != best.decode_requests),
         )
         lines.append(f"  against it DP {plan.mesh.dp} x TP {plan.mesh.tp}: {', '.join(filter(None, changes))}")
     if best.mesh.dp == 1:
@@ -157,7 +187,7 @@ def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list
 
 
 def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> dict[str, Any]:
-    """The same for programs; bytes, seconds and counts without units in the text."""
+    """Return the plan for programs: bytes, seconds and counts as numbers."""
     best = recommended(plans)
     model, ranks = request.model, request.count
     forms: tuple[Exchange, ...] = ("gather", "sparse")
@@ -179,10 +209,14 @@ def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refuse
 
 
 def nothing_fits(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
-    """Why no mesh serves the model, by how much memory, and how many GPUs would."""
+    """Explain that no mesh serves the model: the memory that each GPU lacks, and the number of GPUs that would."""
     missing = [plan.missing_bytes for plan in plans if isinstance(plan, Refused) and plan.missing_bytes]
     why = f"{min(missing) / GB:.1f} GB per GPU are missing" if missing else "every mesh breaks a rule, see above"
-    count = smallest_count(request)
-    nodes = f" ({count // request.per_node} nodes of {request.per_node})" if count and request.nodes > 1 else ""
-    least = f"the fewest that would is {count}{nodes}" if count else "no number of them would"
+    match smallest_count(request):
+        case None:
+            least = "no number of them would"
+        case count, 1:
+            least = f"the fewest that would is {count}"
+        case count, nodes:
+            least = f"the fewest that would is {count} ({nodes} nodes of {count // nodes})"
     return f"no mesh of {_gpus(request)} serves the model: {why}; {least}"

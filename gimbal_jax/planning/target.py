@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
-from gimbal_jax.planning.gpus import Gpu
+from gimbal_jax.planning.hardware import Gpu
 
 
 def compile_only_devices(gpu: Gpu, count: int, nodes: int = 1) -> Sequence[jax.Device]:

@@ -3,54 +3,63 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from gimbal_jax.config import QueueConfig
 
 
-class Job(NamedTuple):
-    """What the order may depend on: a request with prefill left, started or not."""
+class QueueItem(NamedTuple):
+    """The properties of a request with prefill left, started or not, that the order may depend on."""
 
     arrival: float
+    """Time of arrival in seconds."""
     prefill_tokens: int
-    """Tokens that it still has to prefill; what a prefix cache holds does not count."""
+    """Prefill tokens that are left to compute; tokens in a prefix cache do not count."""
     waited_tokens: int = 0
-    """Prefill tokens that its queue has processed, of whatever request, since it joined."""
+    """Prefill tokens that the queue has processed, of any request, since this one joined it."""
     priority: int = 0
-    """The user's; lower runs first."""
+    """The user's priority; lower runs first."""
 
 
-def queue_key(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:
-    """Sort key of a request at ``now``, smallest first; keys change with time, so sort every step anew.
+def queue_key(config: QueueConfig, item: QueueItem, now: float) -> tuple[float, ...]:
+    """Return the sort key of a request at ``now``, smallest first. Keys change with time, so sort before every step.
 
-    ``sjf_aging`` (paper 4.4): requests that waited longer than ``aging_s`` in order of arrival, then
-    the shortest prefill. ``fcfs``: order of arrival. ``hrrn``: highest response ratio next, where the
-    time waited and the own length are both counted in prefill tokens, so that the speed of the
-    machine cancels out. ``priority``: the user's priority, and ``sjf_aging`` within it (ours).
+    - ``sjf_aging`` (paper 4.4): requests that waited longer than ``aging_s`` by arrival, then the shortest prefill.
+    - ``fcfs``: by arrival.
+    - ``hrrn``: highest response ratio next. The waiting time and the request's own length are both counted in prefill
+      tokens, so the speed of the hardware cancels out.
+    - ``priority`` (ours): by the user's priority, then as ``sjf_aging``.
     """
     match config.policy:
         case "sjf_aging":
-            return _sjf_aging(config, job, now)
+            return _sjf_aging(config, item, now)
         case "fcfs":
-            return (job.arrival,)
+            return (item.arrival,)
         case "hrrn":
-            return (-job.waited_tokens / max(1, job.prefill_tokens), job.arrival)
+            return (-item.waited_tokens / max(1, item.prefill_tokens), item.arrival)
         case "priority":
-            return (job.priority, *_sjf_aging(config, job, now))
+            return (item.priority, *_sjf_aging(config, item, now))
+        case unknown:
+            assert_never(unknown)
 
 
-def key_until(config: QueueConfig, job: Job, now: float) -> float:
-    """A job that does not start keeps its ``queue_key`` of ``now`` before this time; a key need not change then."""
+def key_until(config: QueueConfig, item: QueueItem, now: float) -> float:
+    """Return the time before which an item that does not start keeps its ``queue_key`` of ``now``.
+
+    -inf if the key may change at any time, inf if it never changes.
+    """
     match config.policy:
-        case "hrrn":  # changes with whatever the queue processes
+        case "hrrn":  # changes with every token that the queue processes
             return -math.inf
         case "fcfs":
             return math.inf
         case "sjf_aging" | "priority":
-            return math.inf if now - job.arrival > config.aging_s else job.arrival + config.aging_s
+            return math.inf if now - item.arrival > config.aging_s else item.arrival + config.aging_s
+        case unknown:
+            assert_never(unknown)
 
 
-def _sjf_aging(config: QueueConfig, job: Job, now: float) -> tuple[float, ...]:
-    if now - job.arrival > config.aging_s:
-        return (0, job.arrival)
-    return (1, job.prefill_tokens, job.arrival)
+def _sjf_aging(config: QueueConfig, item: QueueItem, now: float) -> tuple[float, ...]:
+    if now - item.arrival > config.aging_s:
+        return (0, item.arrival)
+    return (1, item.prefill_tokens, item.arrival)

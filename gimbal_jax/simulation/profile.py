@@ -14,8 +14,8 @@ import numpy as np
 
 from gimbal_jax.config import MeshConfig, OfflinePolicy
 from gimbal_jax.scheduler.assignment import assign
-from gimbal_jax.scheduler.moetuner import moetuner_placement
-from gimbal_jax.scheduler.sem_moe import sem_moe_plan
+from gimbal_jax.scheduler.baselines.moetuner import moetuner_placement
+from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.traffic import rank_of_expert
 from gimbal_jax.simulation.routing import BANK_TOKENS, Router
 from gimbal_jax.simulation.workload import Arrival

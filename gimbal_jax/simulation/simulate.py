@@ -16,7 +16,7 @@ from gimbal_jax.bench.measurement import Measurement, Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.model.sizes import expert_bytes
-from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import Server
@@ -108,6 +108,7 @@ class _Live:
 
     arrival_s: float
     input_tokens: int
+    ticket: Ticket
     output_tokens: int = 0
     ttft_s: float = math.nan
 
@@ -200,12 +201,12 @@ class _Simulation:
             self._observed = self._server.traces
             self._dispatcher.observe(self._observed)
         prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
-        decision, sequence = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
+        ticket = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
         sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
         self._count_live(now)
-        self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens)
+        self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens, ticket)
         try:
-            self._server.submit(Request(request_id, prompt, sampling, now, decision.engine, sequence))
+            self._server.submit(Request(request_id, prompt, sampling, now, ticket.decision.engine, ticket.sequence))
         except QueueFull as error:
             self._finish(request_id, str(error))
 
@@ -222,9 +223,10 @@ class _Simulation:
 
     def _finish(self, request_id: str, error: str) -> None:
         self._count_live(self._clock.now)
-        measurement = self._live.pop(request_id).ended(self._clock.now, error)
+        live = self._live.pop(request_id)
+        live.ticket.release()
+        measurement = live.ended(self._clock.now, error)
         self._done[request_id] = measurement
-        self._dispatcher.finished(request_id)
         self._on_done(measurement)
 
     def _count_live(self, now: float) -> None:

@@ -113,8 +113,8 @@ ERRORS = {
     "devices": (("serve", BASE, "--devices", "tpu"), "--devices tpu: must be auto, gpu, cpu or cpu:N"),
     "device count": (("serve", BASE, "--devices", "cpu:x"), "--devices cpu:x: must be auto, gpu, cpu or cpu:N"),
     "devices of convert": (("convert", BASE, "{tmp}/new", "--devices", "gpu:2"), "--devices gpu:2: must be"),
-    "missing folder": (("serve", "{tmp}/none"), "{tmp}/none is no folder, and no hub id"),
-    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none is no folder, and no hub id"),
+    "missing folder": (("serve", "{tmp}/none"), "{tmp}/none is neither a folder nor a hub id"),
+    "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none is neither a folder nor a hub id"),
     "empty folder": (("serve", "{tmp}"), "{tmp} holds no config.json"),
     "revision of a folder": (("serve", BASE, "--revision", "v1"), "is a folder, which has no revision v1"),
     "too few devices": (("serve", BASE, "--dp", 4, "--tp", 2), "dp * tp = 8 devices are needed and there are 4"),
@@ -143,7 +143,7 @@ ERRORS = {
     ),
     "dump folder": (("serve", BASE, "--dump-counts", BASE / "config.json"), "config.json"),
     "no server": (("counts", "--target", "127.0.0.1:1", "{tmp}/new"), "127.0.0.1:1: "),
-    "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] is no folder"),
+    "brackets": (("serve", "{tmp}/[a] [/b]"), "{tmp}/[a] [/b] is neither a folder"),
 }
 
 

@@ -2,9 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -14,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from gimbal_jax.cli.main import app
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
-from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.links import link_kinds
-from gimbal_jax.planning.models import find_model
+from gimbal_jax.model.hf_config import PRESETS
+from gimbal_jax.planning.hardware import gpu_kinds, link_kinds
+from gimbal_jax.planning.models import HUB_IDS, PlannedModel, find_model
 from gimbal_jax.planning.plan import PlanRequest, plan_mesh
 from gimbal_jax.scheduler.counts_file import save_placement
 from tests.cli.test_main import BASE
@@ -36,16 +33,26 @@ def test_plan_shows_every_mesh_and_recommends_one():
     result = mesh(*PAPER)
     assert result.exit_code == 0, result.output
     for line in (
-        "│ 4 x 1",
-        "│ 2 x 2 *",
-        "│ 1 x 4",
+        " 4 x 1 ",
+        " 2 x 2 *",
+        " 1 x 4 ",
         "Recommended: DP 2 x TP 2",
         "187.5 MiB",
         "Estimated, not measured",
     ):
         assert line in result.stdout
-    plan = plan_mesh(PlanRequest(find_model("qwen3-30b-a3b")[1], gpu_kinds()["H100"], 4), MeshConfig(2, 2))
+    plan = plan_mesh(PlanRequest(find_model("qwen3-30b-a3b").config, gpu_kinds()["H100"], 4), MeshConfig(2, 2))
     assert f"{plan.kv_tokens:,}" in result.stdout  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_numbers_are_never_cut_off(columns):
+    words = ["mesh", *PAPER]
+    text = CliRunner().invoke(app, words, env={"COLUMNS": str(columns), "TERM": "dumb"}).stdout
+    rows = [line.split() for line in text.splitlines() if line.startswith((" 4 x 1", " 2 x 2", " 1 x 4"))]
+    assert [row[:3] for row in rows] == [["4", "x", "1"], ["2", "x", "2"], ["1", "x", "4"]]
+    assert [row[-5] for row in rows] == ["583,808", "1,199,872", "2,430,784"]
+    assert "…" not in text
 
 
 def test_options_reach_the_plan():
@@ -67,6 +74,28 @@ def test_options_reach_the_plan():
         assert plan["concurrent"] == plan["mesh"]["dp"] * (plan["kv_tokens"] // 8000)
 
 
+def test_length_engines_and_placement_reach_the_plan():
+    options = ("--max-model-len", 32768, "--dp", 2, "--placement", "static")
+    found = json.loads(mesh(*PAPER, *options, "--json").stdout)
+    assert found["engine"]["max_model_len"] == 32768
+    (plan,) = found["plans"]
+    assert (plan["mesh"]["dp"], plan["memory"]["migration"]) == (2, 0)
+    line = mesh(*PAPER, *options, "--command").stdout
+    assert "--dp 2 --tp 2" in line and "--max-model-len 32768" in line and "--placement static" in line
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_published_model_goes_by_its_hub_id_too(name):
+    assert find_model(HUB_IDS[name]) == find_model(name.upper()) == PlannedModel(name, HUB_IDS[name], PRESETS[name])
+
+
+def test_sixteen_gpus_are_two_nodes_of_eight():
+    text = mesh("plan", "Qwen3-235B-A22B", "--gpus", "16xH100", "--link", "ib400").stdout
+    assert "on 2 nodes of 8 x H100 over ib400" in text
+    assert text == mesh("plan", "Qwen3-235B-A22B", "--gpus", "2x8xH100", "--link", "ib400").stdout
+    assert "on 16 x H100" in mesh("plan", "Qwen3-235B-A22B", "--gpus", "1x16xH100").stdout
+
+
 def test_a_checkpoint_folder_is_a_model_too():
     found = json.loads(mesh("plan", BASE, "--gpus", "2xL40S", "--request-tokens", 256, "--json").stdout)
     assert found["model"] == str(BASE)
@@ -78,6 +107,7 @@ def test_the_command_is_one_line_that_serve_takes(options):
     (line,) = mesh(*PAPER, *options, "--command").stdout.splitlines()
     program, name, *arguments = shlex.split(line)
     assert (program, name) == ("gimbal", "serve")
+    assert arguments[0] == "Qwen/Qwen3-30B-A3B"  # which the server fetches
     group = typer.main.get_command(app)
     serve = group.commands["serve"]  # type: ignore[attr-defined]
     values = serve.make_context(name, arguments).params
@@ -108,18 +138,14 @@ def test_help_names_every_kind():
         assert kind in text
 
 
-@pytest.mark.parametrize("name", ["plan", "check", "show"])
-def test_scripts_are_the_commands(name):
-    script = Path(__file__).parents[2] / "scripts" / f"mesh_{name}.py"
-    run = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
-    summary = typer.main.get_command(app).commands["mesh"].commands[name].help.splitlines()[0]  # type: ignore[attr-defined]
-    assert summary.split(":")[0] in " ".join(run.stdout.split())
-
-
 ERRORS = {
     "kind": (("plan", "Qwen3-30B-A3B", "--gpus", "4xV100"), "must be one of H100, H200, A100-80, B200, L40S"),
     "gpus": (("plan", "Qwen3-30B-A3B", "--gpus", "H100"), "must be a number and a kind, as in 4xH100"),
     "model": (("plan", "Qwen3-31B", "--gpus", "4xH100"), "known by name: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
+    "hub id": (
+        ("plan", "Qwen/Qwen3-31B", "--gpus", "4xH100"),
+        "or by hub id: Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B",
+    ),
     "folder": (("plan", BASE.parent, "--gpus", "4xH100"), "holds no config.json"),
     "no link": (
         ("plan", "Qwen3-30B-A3B", "--gpus", "2x8xH100"),
@@ -139,7 +165,11 @@ ERRORS = {
         ("show", "Qwen3-30B-A3B", "--dp", 4, "--nodes", 3),
         "nodes = 3 must divide the 4 devices",
     ),
-    "tp": ((*PAPER, "--tp", 3), "--tp 3 does not divide 4 GPUs"),
+    "tp": ((*PAPER, "--tp", 3), "--tp 3: no mesh of 4 GPUs has it; dp * tp must be 4"),
+    "dp and tp": ((*PAPER, "--dp", 2, "--tp", 4), "--dp 2 --tp 4: no mesh of 4 GPUs has it; dp * tp must be 4"),
+    "length": ((*PAPER, "--max-model-len", 50_000), "--max-model-len 50000 is beyond the model's 40960 positions"),
+    "whole nodes": (("plan", "Qwen3-30B-A3B", "--gpus", "12xH100"), "a node has 8 GPUs, which do not divide 12"),
+    "nodes without a link": (("plan", "Qwen3-30B-A3B", "--gpus", "16xH100"), "--link: 2 nodes need a network"),
     "long request": ((*PAPER, "--request-tokens", 50_000), "50000 is beyond the model's 40960"),
     "output": ((*PAPER, "--output-tokens", 2000), "request_tokens must be above output_tokens = 2000"),
     "budget": ((*PAPER, "--token-budget", 64), "token_budget must be at least max_rows and tile (128), not 64"),

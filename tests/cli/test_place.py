@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 from gimbal_jax.cli.main import ALL_POLICIES, app
 from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.planning.placements import Answer, agreement, one_window, policy_answer, spaced_layers, tables
+from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, load_placement, save_counts
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.placement import propose, static_placement
-from gimbal_jax.scheduler.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.traffic import far_share, imbalance_L, rank_of_expert, remote_share
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 

@@ -103,7 +103,7 @@ def test_once_prints_a_frame_and_ends(server):
 
 def test_text_of_others_does_not_steer_the_terminal(server):
     result = top(server.url, "--once")
-    assert "gimbal small �[31mred� [bold]model" in result.output
+    assert "gimbal small ?[31mred? [bold]model" in result.output
     assert "\x1b" not in result.output and "\x07" not in result.output
 
 

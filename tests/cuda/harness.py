@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.kernels import CompiledKernels, KernelResources, compile_with_kernels
 from gimbal_jax.planning.target import compile_only_devices
 

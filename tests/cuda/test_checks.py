@@ -16,10 +16,10 @@ from gimbal_jax.model.sharding import RANKS
 from gimbal_jax.pallas_kernels import grouped_matmul
 from gimbal_jax.planning import compiled
 from gimbal_jax.planning.check import server_config
-from gimbal_jax.planning.checks import migration_findings, step_findings
 from gimbal_jax.planning.compiled import Program, compile_migration, compile_step
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.plan import PlanRequest
+from gimbal_jax.planning.rules import Subject, findings
 
 H100 = gpu_kinds()["H100"]
 # The vocabulary is small, because most of the time to compile a shallow model is that of sampling.
@@ -44,8 +44,8 @@ def step_of(config: ServerConfig, bucket: tuple[int, int]) -> Program:
     return compile_step(MODEL, config, H100, bucket, layers=1)
 
 
-def rules_broken_by(program: Program, config: ServerConfig, bucket: tuple[int, int]) -> set[str]:
-    return {one.rule for one in step_findings(program, MODEL, config, H100, bucket, REQUEST.utilisation)}
+def rules_broken_by(program: Program, config: ServerConfig, bucket: tuple[int, int] | None) -> set[str]:
+    return {one.rule for one in findings(Subject(program, MODEL, config, H100, REQUEST.utilisation, bucket))}
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sparse"])
@@ -108,7 +108,7 @@ def test_expert_weights_that_are_gathered_are_found(replace_in):
 
 
 def test_a_round_of_moves_keeps_every_rule():
-    assert migration_findings(compile_migration(MODEL, CONFIG, H100), MODEL, CONFIG) == []
+    assert rules_broken_by(compile_migration(MODEL, CONFIG, H100), CONFIG, None) == set()
 
 
 def test_a_naive_migration_is_found(monkeypatch):
@@ -118,5 +118,5 @@ def test_a_naive_migration_is_found(monkeypatch):
         return tuple(jax.lax.with_sharding_constraint(part[new_order], ranks) for part in weights)
 
     monkeypatch.setattr(compiled, "move_experts", naive)
-    broken = {one.rule for one in migration_findings(compile_migration(MODEL, CONFIG, H100), MODEL, CONFIG)}
+    broken = rules_broken_by(compile_migration(MODEL, CONFIG, H100), CONFIG, None)
     assert {"collectives", "temporaries"} <= broken

@@ -14,7 +14,7 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.moe import moe_exchange
 from gimbal_jax.model.sharding import RANKS, make_mesh
 from gimbal_jax.pallas_kernels import grouped_ffn, grouped_ffn_reference, grouped_matmul, route_and_count
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.hlo import collectives
 from gimbal_jax.planning.target import compile_only_devices
 from tests.cuda.harness import compile_for_h100, shape

@@ -8,7 +8,7 @@ import pytest
 
 from gimbal_jax.pallas_kernels import paged_attention
 from gimbal_jax.pallas_kernels.paged_attention_mosaic import ROWS, WARPGROUPS
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from tests.cuda.harness import compile_for_h100, shape
 from tests.pallas_kernels.shapes import KERNEL_ATTENTION, QWEN3_ATTENTION, AttentionShape
 

@@ -385,14 +385,14 @@ DAMAGES = {
     "weights no file": (no_file("model.safetensors"), r"model\.safetensors cannot be read"),
     "tensor missing": (tensors(lambda t: t.pop(NORM)), rf"checkpoint: missing tensors: {NORM}"),
     "tensor misshapen": (tensors(lambda t: t.update({NORM: t[NORM][:-1]})), rf"checkpoint: {NORM} has shape \(31,\)"),
-    "index truncated": (text("model.safetensors.index.json", b'{"weight_map": {'), r"index\.json is no index"),
+    "index truncated": (text("model.safetensors.index.json", b'{"weight_map": {'), r"index\.json is not an index"),
     "index of numbers": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": 3}}'),
         r"index\.json names no file",
     ),
     "index of elsewhere": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}'),
-        r"index\.json names no file of its folder",
+        r"index\.json does not name a file of its folder",
     ),
     "configuration truncated": (truncated("config.json", 100), r"checkpoint/config\.json is not JSON"),
     "configuration no text": (text("config.json", b"\xff\xfe{"), r"checkpoint/config\.json is not JSON"),

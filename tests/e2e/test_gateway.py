@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
+from gimbal_jax.serving.network.ports import free_port
 from tests.serving.rpc.test_tls import Authority
 
 pytestmark = [
@@ -46,12 +46,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 START_S, END_S = 180, 30
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def gateways(server: subprocess.Popen) -> list[int]:

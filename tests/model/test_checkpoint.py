@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "misshapen": (
         lambda t: t.update({ROUTER: t[ROUTER].T.copy()}),
-        f"{ROUTER} has shape (32, 8), the configuration says (8, 32)",
+        f"{ROUTER} has shape (32, 8), the configuration requires (8, 32)",
     ),
     "int8": (quantised(np.int8), f"{EXPERT} has type I8; only"),
     "fp8": (quantised(ml_dtypes.float8_e4m3fn), f"{EXPERT} has type F8_E4M3; only"),

@@ -114,7 +114,7 @@ def test_what_was_fetched_needs_no_network(tmp_path):
 @pytest.mark.parametrize("model", ["./nothing", "/no/such/folder", "a b", "org/model/x", "org//model", "o--o/m"])
 def test_what_is_neither_is_refused_without_asking(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with hub() as (endpoint, asked), pytest.raises(ValueError, match="no folder, and no hub id"):
+    with hub() as (endpoint, asked), pytest.raises(ValueError, match="neither a folder nor a hub id"):
         resolve_model(model, None, cache_dir=tmp_path, endpoint=endpoint)
     assert asked == []
 
@@ -124,7 +124,7 @@ def test_what_is_neither_is_refused_without_asking(tmp_path, model, monkeypatch)
     [
         ((404, "RepoNotFound"), "no model of the hub; if it is private, sign in with `hf auth login`"),
         ((401, "RepoNotFound"), "no model of the hub; if it is private, sign in with `hf auth login`"),
-        ((403, "GatedRepo"), "is gated: ask for access .* set HF_TOKEN"),
+        ((403, "GatedRepo"), "is gated: request access .* set HF_TOKEN"),
     ],
 )
 def test_a_model_that_cannot_be_had_says_what_to_do(tmp_path, answer, message):
@@ -140,7 +140,7 @@ def test_an_unknown_revision(tmp_path):
 def test_without_a_network(tmp_path):
     with hub() as (endpoint, _):
         pass
-    with pytest.raises(OSError, match="not in the cache, and the hub cannot be reached"):
+    with pytest.raises(OSError, match="not a folder and not in the cache, and the hub cannot be reached"):
         resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
 
 
@@ -148,7 +148,7 @@ def test_a_connection_that_breaks(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library tries again, ever later
     with (
         hub(broken=(f"/org/model/resolve/{COMMIT}/model.safetensors",)) as (endpoint, _),
-        pytest.raises(OSError, match="org/model cannot be fetched from the hub: "),
+        pytest.raises(OSError, match="org/model cannot be downloaded from the hub: "),
     ):
         resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
 
@@ -163,6 +163,6 @@ def test_without_safetensors(tmp_path):
 def test_without_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 8, 2 * 2**20))
     with hub() as (endpoint, _):
-        with pytest.raises(OSError, match=r"takes 3 MiB, of which .* has 2 free; set HF_HOME"):
+        with pytest.raises(OSError, match=r"takes 3 MiB, and .* has 2 MiB free; set HF_HOME"):
             resolve_model("org/model", None, cache_dir=tmp_path / "not" / "yet", endpoint=endpoint)
         assert not list(tmp_path.rglob("*.safetensors"))

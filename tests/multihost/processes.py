@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gimbal_jax.bench.server_process import free_port
+from gimbal_jax.serving.network.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 5.0

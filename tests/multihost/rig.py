@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gimbal_jax.bench.server_process import free_port, until_serving
+from gimbal_jax.bench.server_process import until_serving
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
+from gimbal_jax.serving.network.ports import free_port
 from tests.multihost.processes import Process, started
 
 ROOT = Path(__file__).parents[2]

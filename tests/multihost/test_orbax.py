@@ -102,7 +102,7 @@ def test_what_one_refuses_is_refused_by_all_at_once(answered):
     assert "process 1 cannot write" in first["taken for process 1"][0]
     assert second["taken for process 1"][0] == taken
     for process, refused in enumerate((first, second)):
-        message = f"own-{process}: what process {1 - process} writes is not seen here"
+        message = f"own-{process}: files of process {1 - process} are not visible here"
         assert message in refused["not shared"][0]
     assert all(seconds < 10 for refused in (first, second) for _, seconds in refused.values())
     assert not list((root / "own-0").iterdir()) and not list((root / "own-1").iterdir())

@@ -174,7 +174,7 @@ def test_refuses(wrong, message):
 
 def test_the_kernel_refuses_more_experts_than_fit():
     assert route_and_count(*zeros(1024), k=2, renormalise=True).count_E.shape == (1024,)
-    with pytest.raises(ValueError, match="backend mosaic: 1024 experts on 1 ranks, not up to 512 on 64"):
+    with pytest.raises(ValueError, match="backend mosaic: 1024 experts on 1 ranks; the kernel takes at most 512 on 64"):
         route_and_count(*zeros(1024), k=2, renormalise=True, backend="mosaic")
 
 

@@ -22,8 +22,7 @@ from gimbal_jax.planning.cost import (
     tensor_parallel_bytes,
     weights_read,
 )
-from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.links import link_kinds
+from gimbal_jax.planning.hardware import gpu_kinds, link_kinds
 from gimbal_jax.scheduler.migration import plan_rounds
 
 QWEN = PRESETS["Qwen3-30B-A3B"]

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.measure import Measurement
 
-from gimbal_jax.config import GPU_ENGINE, MeshConfig, ServerConfig
+from gimbal_jax.config import GPU_ENGINE, MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.memory import device_bytes, kv_bytes_per_token, step_bytes
 from gimbal_jax.planning.check import server_config
-from gimbal_jax.planning.checks import kv_tokens
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
-from gimbal_jax.planning.gpus import gpu_kinds
-from gimbal_jax.planning.links import link_kinds
+from gimbal_jax.planning.hardware import gpu_kinds, link_kinds
 from gimbal_jax.planning.plan import (
     CLOSE,
     MeshPlan,
@@ -26,6 +26,7 @@ from gimbal_jax.planning.plan import (
     smallest_count,
 )
 from gimbal_jax.planning.plan_report import heading, nothing_fits, plan_json, plan_lines, plan_table
+from gimbal_jax.planning.rules import kv_tokens
 from gimbal_jax.serving.runtime.batch import step_buckets
 
 QWEN, LARGE = PRESETS["Qwen3-30B-A3B"], PRESETS["Qwen3-235B-A22B"]
@@ -98,7 +99,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_fewest_gpus_that_fit():
-    assert smallest_count(PlanRequest(LARGE, H100, 4)) == 8
+    assert smallest_count(PlanRequest(LARGE, H100, 4)) == (8, 1)
     assert not fitting(PlanRequest(LARGE, H100, 4)) and fitting(PlanRequest(LARGE, H100, 8))
     assert smallest_count(PlanRequest(replace(LARGE, num_layers=5000, moe_layers=tuple(range(5000))), H100, 1)) is None
 
@@ -134,6 +135,7 @@ def test_the_rate_is_that_of_prompts_and_outputs_in_turn():
     assert isinstance(plan, MeshPlan)
     mesh = MeshConfig(2, 2)
     assert plan.prefill_seconds == prefill_seconds(QWEN, mesh, H100, "gather", 8192, 1200)
+    assert plan.decode_requests == 128
     assert plan.decode_seconds == decode_seconds(QWEN, mesh, H100, "gather", 128, 1500)
     # 128 requests: so many prefill steps, and 300 decode steps of all of them.
     seconds = 128 * 1200 / 8192 * plan.prefill_seconds + 300 * plan.decode_seconds
@@ -233,10 +235,59 @@ def test_only_times_need_a_link():
 
 def test_too_few_nodes_say_how_many_would_do():
     request = PlanRequest(LARGE, H100, 4, nodes=2, link=IB400)
-    assert smallest_count(request) == 8
-    assert smallest_count(replace(request, count=2)) == 16  # nodes of one GPU, which hold engines of one
+    assert smallest_count(request) == (8, 4)
+    assert smallest_count(replace(request, count=2)) == (16, 16)  # nodes of one GPU, which hold engines of one
     assert nothing_fits(request, plan_meshes(request)).startswith("no mesh of 2 nodes of 2 x H100 serves the model")
     assert nothing_fits(request, plan_meshes(request)).endswith("the fewest that would is 8 (4 nodes of 2)")
+
+
+def test_more_gpus_than_a_node_has_are_counted_in_whole_nodes():
+    request = PlanRequest(PRESETS["Qwen3-Coder-480B-A35B"], H100, 8)
+    assert smallest_count(request) == (16, 2)
+    assert nothing_fits(request, plan_meshes(request)).endswith("the fewest that would is 16 (2 nodes of 8)")
+    # One node as large as the one asked for.
+    assert smallest_count(replace(request, count=16)) == (16, 1)
+
+
+def test_static_placement_reserves_no_migration_buffers():
+    moving = PlanRequest(QWEN, H100, 4)
+    static = replace(moving, placement=PlacementConfig("static"))
+    mesh = MeshConfig(2, 2)
+    plan, still = plan_mesh(moving, mesh), plan_mesh(static, mesh)
+    assert isinstance(plan, MeshPlan) and isinstance(still, MeshPlan)
+    assert (plan.memory.migration, still.memory.migration) == (16 * 9_437_184, 0)
+    # The buffers are KV cache instead.
+    gained = still.kv_tokens - plan.kv_tokens
+    assert gained * kv_bytes_per_token(QWEN, 2) == pytest.approx(plan.memory.migration, abs=64 * 49_152)
+    column = {str(column.header): list(column.cells) for column in plan_table(static, [still]).columns}
+    assert column["moves\nGB"] == ["0.0"]
+    assert "Migration: none under static placement" in "\n".join(plan_lines(static, [still]))
+    assert serve_commands("folder", static, mesh)[0][-2:] == ["--placement", "static"]
+
+
+def test_notes_name_the_batch_of_every_decode_step():
+    request = PlanRequest(PRESETS["Qwen3-Coder-480B-A35B"], H100, 16, nodes=2, link=IB400)
+    plans = plan_meshes(request)
+    rows = {plan.mesh.tp: plan.decode_requests for plan in plans if isinstance(plan, MeshPlan)}
+    assert rows == {4: 96, 8: 128}
+    text = "\n".join(plan_lines(request, plans))
+    assert "a decode step of 128 requests (96 at DP 4 x TP 4, as the caches hold)" in text
+    assert "+1% decode time (96 requests, not 128)" in text
+
+
+def test_meshes_that_break_the_same_rule_share_a_line():
+    request = PlanRequest(QWEN, H100, 12)
+    lines = plan_lines(request, plan_meshes(request))
+    assert lines[0].startswith("DP 12 x TP 1, DP 6 x TP 2, DP 3 x TP 4: num_experts = 128 must be divisible")
+    assert len(lines) < 6
+
+
+@pytest.mark.parametrize(("name", "count", "nodes"), [("Qwen3-30B-A3B", 4, 1), ("Qwen3-235B-A22B", 64, 8)])
+def test_the_table_fits_80_columns(name, count, nodes):
+    request = PlanRequest(PRESETS[name], H200, count, nodes=nodes, link=IB400 if nodes > 1 else None)
+    plans = plan_meshes(request)
+    console = Console(width=200)
+    assert Measurement.get(console, console.options, plan_table(request, plans)).maximum <= 80
 
 
 def test_reports_show_what_crosses_nodes():

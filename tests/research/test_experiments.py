@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.plan import MeshPlan, PlanRequest, plan_mesh
 from gimbal_jax.simulation.routing import RoutingConfig
 from gimbal_jax.simulation.scenario import Scenario

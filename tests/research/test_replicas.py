@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gimbal_jax.scheduler.eplb import replicated_placement
+from gimbal_jax.scheduler.baselines.redundant_experts import replicated_placement
 from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.work import StepWork
 from gimbal_jax.simulation.workload import WorkloadConfig

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig, DispatchPolicy
-from gimbal_jax.scheduler.dispatch import Decision, choose_engine, least
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, least
 from tests.scheduler.views import BUDGET, any_view, trace, view
 
 GIMBAL = DispatchConfig()

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig, DispatchPolicy
-from gimbal_jax.scheduler.dispatch import Decision, View, choose_engine
+from gimbal_jax.scheduler.dispatch import choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision, View
 from tests.scheduler.views import BUDGET, trace, view
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
-from gimbal_jax.scheduler.dispatcher import RECENT_DECISIONS, Dispatcher
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatcher import RECENT_DECISIONS, Dispatcher, Ticket
 from gimbal_jax.scheduler.trace import idle_trace
 from tests.scheduler.views import BUDGET, trace
 
@@ -23,20 +23,19 @@ def fresh(engines: int, **config) -> Dispatcher:
 def test_sequences_count_per_engine_from_one():
     dispatcher = fresh(2, policy="round_robin")
     dispatched = [dispatcher.dispatch(f"r{i}", 10, 0.0) for i in range(4)]
-    assert [(decision.engine, sequence) for decision, sequence in dispatched] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [(ticket.decision.engine, ticket.sequence) for ticket in dispatched] == [(0, 1), (1, 1), (0, 2), (1, 2)]
 
 
 def test_trace_releases_what_the_engine_has_seen():
     dispatcher = fresh(2, policy="round_robin")
-    for i, tokens in enumerate([1, 10, 100, 1000]):
-        dispatcher.dispatch(f"r{i}", tokens, 0.0)
+    tickets = [dispatcher.dispatch(f"r{i}", tokens, 0.0) for i, tokens in enumerate([1, 10, 100, 1000])]
     assert dispatcher.view(0.0).compensation_S == (101, 1010)
     dispatcher.observe([trace(0, time=0.1, seen=1, waiting_prefill_tokens=1)])
     assert dispatcher.view(0.1).compensation_S == (100, 1010)
     assert dispatcher.view(0.1).picks_S == (0, 2)
-    dispatcher.finished("r3")
-    dispatcher.finished("never heard of")
-    assert dispatcher.view(0.1).compensation_S == (100, 10)
+    for _ in range(2):
+        tickets[3].release()
+        assert dispatcher.view(0.1).compensation_S == (100, 10)
 
 
 @given(st.permutations(range(5)))
@@ -59,10 +58,10 @@ def test_trap_2_late_traces_never_erase_compensation(order):
 )
 def test_compensation_after_traces_is_what_observing_them_leaves(requests, seen, before):
     dispatcher = fresh(2)
-    for i, (engine, tokens) in enumerate(requests):
-        dispatcher.dispatch(f"r{i}", tokens, 0.0, engine=engine)
+    tickets = [dispatcher.dispatch(f"r{i}", tokens, 0.0, engine=engine) for i, (engine, tokens) in enumerate(requests)]
     dispatcher.observe([trace(0, 0.5, seen=min(before, seen))])
-    dispatcher.finished("r1")
+    for ticket in tickets[1:2]:
+        ticket.release()
     known = dispatcher.view(1.0)
     traces = [trace(0, 1.0, seen=seen), trace(1, 1.0, seen=seen // 2)]
     answer = dispatcher.compensation_after(traces)
@@ -81,10 +80,11 @@ def test_same_trace_again_keeps_the_picks():
 def test_trap_4_compensation_weighs_tokens_not_requests():
     dispatcher = fresh(2)
     dispatcher.dispatch("long", 4000, 0.0)
-    short = [dispatcher.dispatch(f"short{i}", 100, 0.0)[0].engine for i in range(36)]
+    short = [dispatcher.dispatch(f"short{i}", 100, 0.0).decision.engine for i in range(36)]
     assert short == [1] * 36
     classic = fresh(2, policy="vllm_classic")
-    assert [classic.dispatch(f"r{i}", 4000 if i == 0 else 100, 0.0)[0].engine for i in range(4)] == [0, 1, 0, 1]
+    tickets = [classic.dispatch(f"r{i}", 4000 if i == 0 else 100, 0.0) for i in range(4)]
+    assert [ticket.decision.engine for ticket in tickets] == [0, 1, 0, 1]
 
 
 @given(
@@ -123,10 +123,10 @@ def test_equal_engines_get_equal_load_within_one_request(policy, engines, tokens
                 )
                 for engine, sent in enumerate(sent_S)
             )
-        decision, sequence = dispatcher.dispatch(f"r{i}", tokens, 0.001 * i)
-        assert decision.engine is not None
-        sent_S[decision.engine] += 1
-        assert sequence == sent_S[decision.engine]
+        ticket = dispatcher.dispatch(f"r{i}", tokens, 0.001 * i)
+        assert ticket.decision.engine is not None
+        sent_S[ticket.decision.engine] += 1
+        assert ticket.sequence == sent_S[ticket.decision.engine]
         assert max(sent_S) - min(sent_S) <= 1
 
 
@@ -142,27 +142,24 @@ def test_trap_5_each_engine_has_its_own_clock():
 
 def test_pinned_request_counts_but_takes_no_turn():
     dispatcher = fresh(2)
-    decision, sequence = dispatcher.dispatch("a", 100, 0.0, engine=1)
-    assert (decision.engine, decision.rule, sequence) == (1, "pinned", 1)
+    ticket = dispatcher.dispatch("a", 100, 0.0, engine=1)
+    assert (ticket.decision, ticket.sequence) == (Decision(1, "pinned"), 1)
     assert dispatcher.view(0.0).compensation_S == (0, 100)
     assert dispatcher.view(0.0).turn == 0
 
 
-def test_refusals_name_what_is_wrong_and_change_nothing():
+def test_rejects_unknown_engines_and_changes_nothing():
     dispatcher = fresh(2)
     dispatcher.dispatch("a", 100, 0.0)
-    dispatcher.observe([trace(0, 1.0, seen=9), trace(1, 1.0, seen=9)])  # seen, but still under way
     before = replace(dispatcher.view(1.0), draw=0.0)
     with pytest.raises(ValueError, match=r"engine must be in 0\.\.1, not 2"):
         dispatcher.dispatch("b", 100, 0.0, engine=2)
-    with pytest.raises(ValueError, match="request_id 'a' is already under way"):
-        dispatcher.dispatch("a", 100, 0.0)
     assert replace(dispatcher.view(1.0), draw=0.0) == before
 
 
 def test_view_is_what_the_rules_need():
     dispatcher = Dispatcher(2, DispatchConfig(policy="round_robin"), BUDGET, draw=lambda: 0.25)
-    dispatcher.dispatch("a", 100, 0.0, cached_tokens_S=(64, 0))
+    ticket = dispatcher.dispatch("a", 100, 0.0, cached_tokens_S=(64, 0))
     dispatcher.dispatch("b", 10, 0.0, engine=0, cached_tokens_S=(16, 0))
     view = dispatcher.view(2.0, 7, (1, 2))
     assert (view.compensation_S, view.picks_S, view.picked_tokens_S) == ((36, 0), (2, 0), (110, 0))
@@ -176,32 +173,31 @@ def test_view_is_what_the_rules_need():
         (0, 0),
         (2, 0),
     )
-    dispatcher.finished("a")
-    dispatcher.finished("a")
-    assert dispatcher.view(2.0).in_flight_S == (1, 0)
+    for _ in range(2):
+        ticket.release()
+        assert dispatcher.view(2.0).in_flight_S == (1, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("dfo"), st.integers(0, 9), st.integers(1, 100)), max_size=60))
 def test_memory_is_what_a_recount_of_the_history_says(history):
     dispatcher = Dispatcher(3, DispatchConfig(policy="round_robin"), BUDGET)
-    live: dict[str, tuple[int, int, int]] = {}
+    live: dict[int, tuple[Ticket, int]] = {}
     last_S, seen_S = [0, 0, 0], [0, 0, 0]
     for now, (event, number, tokens) in enumerate(history):
-        if event == "d" and f"r{number}" not in live:
-            decision, sequence = dispatcher.dispatch(f"r{number}", tokens, float(now))
-            assert decision.engine is not None
-            live[f"r{number}"] = decision.engine, sequence, tokens
-            last_S[decision.engine] = sequence
-        elif event == "f":
-            dispatcher.finished(f"r{number}")
-            live.pop(f"r{number}", None)
+        if event == "d" and number not in live:
+            ticket = dispatcher.dispatch(f"r{number}", tokens, float(now))
+            assert ticket.decision.engine is not None
+            live[number] = ticket, tokens
+            last_S[ticket.decision.engine] = ticket.sequence
+        elif event == "f" and number in live:
+            live.pop(number)[0].release()
         elif event == "o":
             engine = number % 3
             seen_S[engine] = min(last_S[engine], seen_S[engine] + tokens % 4)
             dispatcher.observe([trace(engine, float(now + 1), seen=seen_S[engine])])
         view = dispatcher.view(float(now))
         for s in range(3):
-            mine = [(sequence, tokens) for engine, sequence, tokens in live.values() if engine == s]
+            mine = [(ticket.sequence, tokens) for ticket, tokens in live.values() if ticket.decision.engine == s]
             assert view.in_flight_S[s] == len(mine)
             assert view.compensation_S[s] == sum(tokens for sequence, tokens in mine if sequence > seen_S[s])
 
@@ -209,7 +205,9 @@ def test_memory_is_what_a_recount_of_the_history_says(history):
 def test_late_requests_have_no_engine_and_are_not_remembered():
     dispatcher = fresh(2, policy="late")
     before = dispatcher.view(0.0)
-    assert dispatcher.dispatch("a", 100, 0.0) == (Decision(None, "late"), 0)
+    ticket = dispatcher.dispatch("a", 100, 0.0)
+    assert (ticket.decision, ticket.sequence) == (Decision(None, "late"), 0)
+    ticket.release()
     after = dispatcher.view(0.0)
     assert (after.compensation_S, after.picks_S, after.in_flight_S) == (before.compensation_S, (0, 0), (0, 0))
     assert not dispatcher.recent
@@ -219,7 +217,8 @@ def test_late_requests_have_no_engine_and_are_not_remembered():
 
 def test_a_policy_of_your_own():
     dispatcher = Dispatcher(3, DispatchConfig(), BUDGET, choose=lambda view, config, budget: Decision(2, "mine"))
-    assert dispatcher.dispatch("a", 100, 0.0) == (Decision(2, "mine"), 1)
+    ticket = dispatcher.dispatch("a", 100, 0.0)
+    assert (ticket.decision, ticket.sequence) == (Decision(2, "mine"), 1)
 
 
 def test_recent_keeps_the_last_decisions():
@@ -227,4 +226,4 @@ def test_recent_keeps_the_last_decisions():
     dispatched = [dispatcher.dispatch(f"r{i}", 1, float(i)) for i in range(RECENT_DECISIONS + 2)]
     assert RECENT_DECISIONS == len(dispatcher.recent) == 1000
     assert (dispatcher.recent[0].request_id, dispatcher.recent[0].time) == ("r2", 2.0)
-    assert dispatcher.recent[-1] == DispatchRecord("r1001", 1001.0, dispatched[-1][0])
+    assert dispatcher.recent[-1] == DispatchRecord("r1001", 1001.0, dispatched[-1].decision)

@@ -8,80 +8,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.dispatch import Decision
-from gimbal_jax.scheduler.late import Room, Unbound, bind
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.dispatch_decision import Decision
+from gimbal_jax.scheduler.late import Capacity, PendingRequest, bind
+from gimbal_jax.scheduler.queue import QueueItem, queue_key
 
 ENGINE = EngineConfig(page_size=4, token_budget=16, tile=4, max_rows=8)
 FCFS, SJF = QueueConfig(policy="fcfs"), QueueConfig(aging_s=5.0)
-IDLE = Room(decode_rows=0, free_rows=8, free_pages=100, prefills=())
+IDLE = Capacity(decode_rows=0, free_rows=8, free_pages=100, prefills=())
 
 
-def unbound(name: str, tokens: int, arrival: float = 0.0, cached_S=(0, 0), engine: int | None = None) -> Unbound:
-    return Unbound(name, Job(arrival, tokens), tuple(cached_S), engine)
+def pending(name: str, tokens: int, arrival: float = 0.0, cached_S=(0, 0), engine: int | None = None) -> PendingRequest:
+    return PendingRequest(name, QueueItem(arrival, tokens), tuple(cached_S), engine)
 
 
-def bound(waiting, rooms_S, queue=FCFS, turn=0, now=0.0) -> list[tuple[str, int | None]]:
-    return [(request.id, decision.engine) for request, decision in bind(waiting, rooms_S, ENGINE, queue, turn, now)]
+def bound(waiting, capacity_S, queue=FCFS, turn=0, now=0.0) -> list[tuple[str, int | None]]:
+    return [(request.id, decision.engine) for request, decision in bind(waiting, capacity_S, ENGINE, queue, turn, now)]
 
 
 def test_least_work_by_hand():
-    rooms_S = [Room(3, 5, 100, (Job(0.0, 5),)), Room(6, 2, 100, ())]
+    capacity_S = [Capacity(3, 5, 100, (QueueItem(0.0, 5),)), Capacity(6, 2, 100, ())]
     # engine 0 has 3 + 5 tokens to do, engine 1 has 6
-    ((request, decision),) = bind([unbound("a", 4, 1.0)], rooms_S, ENGINE, FCFS, 0, 1.0)
+    ((request, decision),) = bind([pending("a", 4, 1.0)], capacity_S, ENGINE, FCFS, 0, 1.0)
     terms = {"decode": (3, 6), "prefill": (5, 0), "uncached": (4, 4), "no_room": (0, 0)}
     assert (request.id, decision) == ("a", Decision(1, "late", terms))
     assert decision.scores_S == (12, 10)
     # b finds 8 and 10, c 12 and 10, d 12 and 14; e would find 16 and 14 of 16.
-    waiting = [unbound(name, 4, 1.0) for name in "abcde"]
-    assert bound(waiting, rooms_S) == [("a", 1), ("b", 0), ("c", 1), ("d", 0)]
+    waiting = [pending(name, 4, 1.0) for name in "abcde"]
+    assert bound(waiting, capacity_S) == [("a", 1), ("b", 0), ("c", 1), ("d", 0)]
 
 
 def test_equal_engines_take_turns():
-    assert [bound([unbound("a", 4)], [IDLE] * 2, turn=turn) for turn in (0, 1)] == [[("a", 0)], [("a", 1)]]
-    waiting = [unbound(name, 4) for name in "abcde"]
+    assert [bound([pending("a", 4)], [IDLE] * 2, turn=turn) for turn in (0, 1)] == [[("a", 0)], [("a", 1)]]
+    waiting = [pending(name, 4) for name in "abcde"]
     assert [engine for _, engine in bound(waiting, [IDLE] * 2, turn=1)] == [1, 0, 1, 0, 1]
 
 
 def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
-    cached = unbound("a", 12, cached_S=(0, 8))
+    cached = pending("a", 12, cached_S=(0, 8))
     for busy, engine in [(7, 1), (9, 0)]:
         assert bound([cached], [IDLE, replace(IDLE, decode_rows=busy)]) == [("a", engine)]
     # What is cached needs neither pages nor room in the step: 13 tokens are 4 pages, 2 of them there.
     assert bound([cached], [replace(IDLE, free_pages=3), replace(IDLE, free_pages=2, decode_rows=9)]) == [("a", 1)]
     assert bound([cached], [replace(IDLE, free_pages=3), replace(IDLE, free_pages=1)]) == []
     # Pages that nobody uses are among the free ones until it takes them.
-    kept, rooms_S = cached._replace(kept_pages_S=(0, 2)), [replace(IDLE, free_pages=3)]
-    assert bound([kept], [*rooms_S, replace(IDLE, free_pages=3)]) == []
-    assert bound([kept], [*rooms_S, replace(IDLE, free_pages=4)]) == [("a", 1)]
+    kept, capacity_S = cached._replace(kept_pages_S=(0, 2)), [replace(IDLE, free_pages=3)]
+    assert bound([kept], [*capacity_S, replace(IDLE, free_pages=3)]) == []
+    assert bound([kept], [*capacity_S, replace(IDLE, free_pages=4)]) == [("a", 1)]
 
 
 def test_rows_pages_and_the_step_limit():
     full = replace(IDLE, free_rows=0)
-    assert bound([unbound("a", 4)], [full, full]) == []
-    assert bound([unbound("a", 4)], [full, replace(IDLE, decode_rows=15)]) == [("a", 1)]
+    assert bound([pending("a", 4)], [full, full]) == []
+    assert bound([pending("a", 4)], [full, replace(IDLE, decode_rows=15)]) == [("a", 1)]
     one_row = [replace(IDLE, free_rows=1)] * 2
-    assert bound([unbound(name, 1) for name in "abc"], one_row) == [("a", 0), ("b", 1)]
+    assert bound([pending(name, 1) for name in "abc"], one_row) == [("a", 0), ("b", 1)]
     # 8 tokens, and the one after them, are 3 pages
-    assert bound([unbound("a", 8)], [replace(IDLE, free_pages=2), replace(IDLE, free_pages=3)]) == [("a", 1)]
+    assert bound([pending("a", 8)], [replace(IDLE, free_pages=2), replace(IDLE, free_pages=3)]) == [("a", 1)]
     five_pages = [replace(IDLE, free_pages=5)] * 2
-    assert bound([unbound(name, 8) for name in "abc"], five_pages) == [("a", 0), ("b", 1)]
+    assert bound([pending(name, 8) for name in "abc"], five_pages) == [("a", 0), ("b", 1)]
     # 13 tokens are all 4 tiles of 4: no room for another, although 3 tokens are left
-    assert bound([unbound("a", 13), unbound("b", 1)], [IDLE, full]) == [("a", 0)]
-    assert bound([unbound("a", 12), unbound("b", 1)], [IDLE, full]) == [("a", 0), ("b", 0)]
+    assert bound([pending("a", 13), pending("b", 1)], [IDLE, full]) == [("a", 0)]
+    assert bound([pending("a", 12), pending("b", 1)], [IDLE, full]) == [("a", 0), ("b", 0)]
 
 
 def test_what_does_not_fit_whole_begins_where_there_is_room_for_its_first_tokens():
-    long = unbound("long", 40, arrival=1.0)
-    full, started = (replace(IDLE, prefills=(Job(0.0, tokens),)) for tokens in (16, 3))
+    long = pending("long", 40, arrival=1.0)
+    full, started = (replace(IDLE, prefills=(QueueItem(0.0, tokens),)) for tokens in (16, 3))
     assert bound([long], [full, full]) == []
     assert bound([long], [full, started]) == [("long", 1)]
-    assert bound([long, unbound("next", 1, arrival=2.0)], [full, started]) == [("long", 1)]
+    assert bound([long, pending("next", 1, arrival=2.0)], [full, started]) == [("long", 1)]
 
 
 def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
-    started = replace(IDLE, prefills=(Job(0.0, 30),))
-    short = unbound("short", 8, arrival=1.0)
+    started = replace(IDLE, prefills=(QueueItem(0.0, 30),))
+    short = pending("short", 8, arrival=1.0)
     assert bound([short], [started] * 2, FCFS, now=1.0) == []
     assert bound([short], [started] * 2, SJF, now=1.0) == [("short", 0)]
     assert bound([short], [started] * 2, SJF, now=5.5) == []  # the started one has aged
@@ -89,15 +89,15 @@ def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
 
 def test_nothing_overtakes_one_that_has_no_room():
     few_pages = replace(IDLE, free_pages=2)
-    waiting = [unbound("big", 10, 1.0), unbound("small", 1, 2.0)]
+    waiting = [pending("big", 10, 1.0), pending("small", 1, 2.0)]
     assert bound(waiting, [few_pages] * 2) == []
     assert bound(waiting[1:], [few_pages] * 2) == [("small", 0)]
 
 
 def test_the_user_s_engine_is_respected_and_waiting_for_it_holds_up_no_other():
     few_pages = replace(IDLE, free_pages=2)
-    pinned = unbound("pinned", 10, engine=0)
-    waiting = [pinned, *(unbound(name, 1, 1.0) for name in "ab")]
+    pinned = pending("pinned", 10, engine=0)
+    waiting = [pinned, *(pending(name, 1, 1.0) for name in "ab")]
     assert bound(waiting, [IDLE, IDLE], turn=1) == [("pinned", 0), ("a", 1), ("b", 1)]
     assert bound(waiting, [few_pages, IDLE]) == [("a", 1), ("b", 1)]
     assert bound(waiting, [replace(IDLE, free_rows=0), IDLE]) == [("a", 1), ("b", 1)]
@@ -111,45 +111,45 @@ def queues_and_engines(draw):
     tile = draw(st.sampled_from([1, 4, 8]))
     engine = EngineConfig(page_size=4, token_budget=draw(st.integers(8, 40)), tile=tile)
     queue = QueueConfig(policy=draw(st.sampled_from(["sjf_aging", "fcfs", "hrrn", "priority"])))
-    jobs = st.builds(Job, st.floats(0, 10), st.integers(1, 60), st.integers(0, 99), st.integers(-1, 1))
-    rooms_S = [
-        Room(
+    items = st.builds(QueueItem, st.floats(0, 10), st.integers(1, 60), st.integers(0, 99), st.integers(-1, 1))
+    capacity_S = [
+        Capacity(
             decode_rows=draw(st.integers(0, 8)),
             free_rows=draw(st.integers(0, 4)),
             free_pages=draw(st.integers(0, 40)),
-            prefills=tuple(draw(st.lists(jobs, max_size=2))),
+            prefills=tuple(draw(st.lists(items, max_size=2))),
         )
         for _ in range(sources)
     ]
     waiting = [
-        Unbound(
+        PendingRequest(
             str(i),
-            draw(jobs),
+            draw(items),
             tuple(draw(st.lists(st.sampled_from([0, 4, 16]), min_size=sources, max_size=sources))),
             draw(st.none() | st.integers(0, sources - 1)),
         )
         for i in range(draw(st.integers(0, 12)))
     ]
-    return waiting, rooms_S, engine, queue, draw(st.integers(0, sources - 1))
+    return waiting, capacity_S, engine, queue, draw(st.integers(0, sources - 1))
 
 
 @given(queues_and_engines(), st.floats(10, 20))
 def test_no_step_gets_more_than_it_has_room_for(case, now):
-    waiting, rooms_S, engine, queue, turn = case
-    answer = bind(waiting, rooms_S, engine, queue, turn, now)
+    waiting, capacity_S, engine, queue, turn = case
+    answer = bind(waiting, capacity_S, engine, queue, turn, now)
     assert len({request.id for request, _ in answer}) == len(answer)
-    for s, room in enumerate(rooms_S):
+    for s, room in enumerate(capacity_S):
         mine = [request for request, decision in answer if decision.engine == s]
         assert all(request.engine in (None, s) for request in mine)
         assert len(mine) <= room.free_rows
-        prompts = [request.job.prefill_tokens for request in mine]
+        prompts = [request.item.prefill_tokens for request in mine]
         cached = [request.cached_tokens_S[s] for request in mine]
         pages = sum(math.ceil((prompt + 1) / 4) - held // 4 for prompt, held in zip(prompts, cached, strict=True))
         assert pages <= max(room.free_pages, 0) or not mine
         # The step computes its prefills in the order of the queue, and of each new one at least the beginning.
-        started = [(queue_key(queue, job, now), job.prefill_tokens) for job in room.prefills]
+        started = [(queue_key(queue, item, now), item.prefill_tokens) for item in room.prefills]
         new = [
-            (queue_key(queue, request.job, now), max(1, prompt - held))
+            (queue_key(queue, request.item, now), max(1, prompt - held))
             for request, prompt, held in zip(mine, prompts, cached, strict=True)
         ]
         for i, (key, _) in enumerate(new):
@@ -162,14 +162,14 @@ def test_no_step_gets_more_than_it_has_room_for(case, now):
 @given(queues_and_engines(), st.floats(10, 20))
 def test_nothing_overtakes_a_request_on_an_engine_that_it_could_use(case, now):
     """Without what stands behind it, a request that is left is left all the same, and who was bound stays bound."""
-    waiting, rooms_S, engine, queue, turn = case
-    answer = bind(waiting, rooms_S, engine, queue, turn, now)
+    waiting, capacity_S, engine, queue, turn = case
+    answer = bind(waiting, capacity_S, engine, queue, turn, now)
     ids = {request.id for request, _ in answer}
-    ordered = sorted(waiting, key=lambda request: queue_key(queue, request.job, now))
+    ordered = sorted(waiting, key=lambda request: queue_key(queue, request.item, now))
     for i, request in enumerate(ordered):
         if request.id in ids:
             continue
-        upto = bind(ordered[: i + 1], rooms_S, engine, queue, turn, now)
+        upto = bind(ordered[: i + 1], capacity_S, engine, queue, turn, now)
         assert request.id not in {other.id for other, _ in upto}
         overtaking = [decision.engine for other, decision in answer if other in ordered[i + 1 :]]
         assert request.engine not in overtaking if request.engine is not None else overtaking == []
@@ -177,7 +177,7 @@ def test_nothing_overtakes_a_request_on_an_engine_that_it_could_use(case, now):
 
 @given(st.integers(1, 5), st.integers(0, 40), st.integers(1, 4))
 def test_equal_engines_share_equal_requests_within_one(sources, requests, tokens):
-    waiting = [Unbound(str(i), Job(0.0, tokens), (0,) * sources) for i in range(requests)]
+    waiting = [PendingRequest(str(i), QueueItem(0.0, tokens), (0,) * sources) for i in range(requests)]
     for turn in range(sources):
         answer = bind(waiting, [IDLE] * sources, ENGINE, FCFS, turn, 0.0)
         engines = [decision.engine for _, decision in answer]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from gimbal_jax.scheduler.dispatch import View
+from gimbal_jax.scheduler.dispatch_decision import View
 from gimbal_jax.scheduler.trace import Trace, idle_trace
 
 BUDGET = 1000

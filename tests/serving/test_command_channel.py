@@ -17,6 +17,7 @@ from gimbal_jax.serving import command_channel, command_door, command_link
 from gimbal_jax.serving.command_channel import FollowerChannel, LeaderChannel
 from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
 from gimbal_jax.serving.command_link import FRAME_BYTES, ChannelError, PeerLost
+from gimbal_jax.serving.network.ports import free_port
 from tests.serving.rpc.test_tls import Authority
 
 SECRET, OTHER = b"right-secret-0123456789", b"wrong-secret-0123456789"
@@ -96,11 +97,6 @@ def words_of(future: Future) -> str:
 
 def connection(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_each_follower_gets_its_own_commands_in_order(room):

@@ -9,7 +9,7 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.planning.cost import decode_seconds, prefill_seconds
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.cost_sets import COST_SETS, GRAPH
 from gimbal_jax.simulation.costs import h100_costs, launch_seconds

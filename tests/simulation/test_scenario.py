@@ -8,7 +8,7 @@ import pytest
 
 from gimbal_jax.bench.measurement import Measurement
 from gimbal_jax.config import GPU_ENGINE, MeshConfig
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.planning.plan import MeshPlan, PlanRequest, plan_mesh
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.placement import static_placement

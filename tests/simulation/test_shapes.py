@@ -11,7 +11,7 @@ from gimbal_jax.config import Exchange, MeshConfig, ModelConfig
 from gimbal_jax.model.hf_config import PRESETS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.planning.cost import decode_seconds, far_exchange_bytes, prefill_seconds
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.simulation.cost_sets import DECISION_SECONDS, GRAPH
 from gimbal_jax.simulation.costs import h100_costs, h100_kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +10,7 @@ from itertools import groupby
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.terminal import console
 from gimbal_jax.config import MeshConfig
+from gimbal_jax.serving.network.ports import address_of, check_free
 
 AUTO = "auto"
 JOIN_S = 300
@@ -52,7 +52,7 @@ def join_processes(options: ServeOptions) -> Processes | None:
     processes = None if options.coordinator == AUTO else explicit_processes(options)
     if processes is not None and processes.leads:
         for port in (processes.coordinator[1], processes.command_port):
-            check_free(processes.coordinator[0], port)
+            _check_free(processes.coordinator[0], port)
     return _join(processes, options)
 
 
@@ -70,13 +70,12 @@ def explicit_processes(options: ServeOptions) -> Processes:
     return Processes(options.processes, options.process, coordinator, _command_port(options, int(port)))
 
 
-def check_free(host: str, port: int) -> None:
-    """Raise OSError, in words, where nothing can listen on a port; a host's name may not be known yet."""
-    any_address = "" if _ip(host) is None else host
+def _check_free(host: str, port: int) -> None:
+    """Raise OSError if process 0 cannot listen. A host name may not resolve yet, so it stands for every address."""
     try:
-        socket.create_server((any_address, port), family=_family(any_address)).close()
+        check_free(host if _ip(host) else "", port)
     except OSError as error:
-        raise OSError(f"process 0 cannot listen on {host}:{port}: {error.strerror}") from error
+        raise OSError(f"process 0 {error}") from error
 
 
 def nodes_of(hosts: Sequence[str], mesh: MeshConfig) -> int:
@@ -107,7 +106,7 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         jax.distributed.initialize(
-            coordinator_address=address_of(processes.coordinator) if processes else None,
+            coordinator_address=address_of(*processes.coordinator) if processes else None,
             num_processes=processes.count if processes else None,
             process_id=processes.index if processes else None,
             # Of what jax finds by itself it must not take the devices: one for each process.
@@ -129,15 +128,9 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
     return Processes(found.num_processes, found.process_id, (host, int(port)), _command_port(options, int(port)))
 
 
-def address_of(address: tuple[str, int]) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _bind_address(coordinator: tuple[str, int]) -> str | None:
     """Where process 0 listens: at this address alone, unless it is a name, which may not be this machine's own."""
-    return address_of(coordinator) if _ip(coordinator[0]) else None
+    return address_of(*coordinator) if _ip(coordinator[0]) else None
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -145,7 +138,3 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -67,7 +67,8 @@ def with_kv_pool(model: ModelConfig, config: ServerConfig, options: ServeOptions
 
     if options.num_pages is not None:
         return config
-    config, said = size_kv_pool(model, config, jax.local_devices()[0])
+    moves_at_start = options.placement_file is not None or options.placement_state is not None
+    config, said = size_kv_pool(model, config, jax.local_devices()[0], start_placement=moves_at_start)
     console.print(said)
     return config
 

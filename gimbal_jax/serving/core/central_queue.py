@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.scheduler.dispatch import Decision
-from gimbal_jax.scheduler.late import Unbound, bind_in_order
-from gimbal_jax.scheduler.queue import Job, key_until, queue_key
+from gimbal_jax.scheduler.dispatch_decision import Decision
+from gimbal_jax.scheduler.late import PendingRequest, bind_in_order
+from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.request import FinishReason, Output, Request, reason_of
 
@@ -62,24 +62,24 @@ class CentralQueue:
         Returns the ids of the requests whose engine was not the user's choice, with the decisions, and how those
         ended that their engine could not take in.
         """
-        rooms_S = [engine.room() for engine in self._engines] if self._waiting else []
-        if not any(room.free_rows for room in rooms_S):
+        capacity_S = [engine.capacity() for engine in self._engines] if self._waiting else []
+        if not any(room.free_rows for room in capacity_S):
             return [], []
         prefill_tokens = self._prefill_tokens
         in_order = self._in_order(prefill_tokens, now)
-        bound = bind_in_order(in_order, rooms_S, self._config, self._queue, self._turn, now)
+        bound = bind_in_order(in_order, capacity_S, self._config, self._queue, self._turn, now)
         failed = []
-        for unbound, decision in bound:
+        for pending, decision in bound:
             assert decision.engine is not None
-            waiting = self._waiting.pop(unbound.id)
+            waiting = self._waiting.pop(pending.id)
             try:
                 self._engines[decision.engine].add(waiting.request, prefill_tokens - waiting.joined)
             except Exception as error:  # one request must not end the others
                 failed.append(not_taken_in(waiting.request, error))
             self._turn = (decision.engine + 1) % len(self._engines)
-        return [(unbound.id, decision) for unbound, decision in bound if unbound.engine is None], failed
+        return [(pending.id, decision) for pending, decision in bound if pending.engine is None], failed
 
-    def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], Unbound]]:
+    def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], PendingRequest]]:
         """The requests with their sort keys, smallest first: sorted only as far as they are wanted."""
         heap = [(self._key(one, prefill_tokens, now), place, one) for place, one in enumerate(self._waiting.values())]
         heapq.heapify(heap)
@@ -88,13 +88,14 @@ class CentralQueue:
             request = one.request
             cached_tokens_S = tuple(engine.cached_tokens(request) for engine in self._engines)
             kept_pages_S = tuple(engine.kept_pages(request) for engine in self._engines) if any(cached_tokens_S) else ()
-            yield key, Unbound(request.id, _job(one, prefill_tokens), cached_tokens_S, request.engine, kept_pages_S)
+            item = _queue_item(one, prefill_tokens)
+            yield key, PendingRequest(request.id, item, cached_tokens_S, request.engine, kept_pages_S)
 
     def _key(self, one: _Waiting, prefill_tokens: int, now: float) -> tuple[float, ...]:
         """Its sort key, worked out anew only where it may have changed."""
         if now >= one.key_until:
-            job = _job(one, prefill_tokens, one.cached)
-            one.key, one.key_until = queue_key(self._queue, job, now), key_until(self._queue, job, now)
+            item = _queue_item(one, prefill_tokens, one.cached)
+            one.key, one.key_until = queue_key(self._queue, item, now), key_until(self._queue, item, now)
         return one.key
 
     @property
@@ -108,6 +109,6 @@ def not_taken_in(request: Request, error: Exception) -> Output:
     return Output(request.id, (), finish_reason="error", error=reason)
 
 
-def _job(one: _Waiting, prefill_tokens: int, cached: int = 0) -> Job:
+def _queue_item(one: _Waiting, prefill_tokens: int, cached: int = 0) -> QueueItem:
     request = one.request
-    return Job(request.arrival, len(request.prompt) - cached, prefill_tokens - one.joined, request.priority)
+    return QueueItem(request.arrival, len(request.prompt) - cached, prefill_tokens - one.joined, request.priority)

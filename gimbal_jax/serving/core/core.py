@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import Interrupted, NotServing, QueueFull
-from gimbal_jax.scheduler.dispatch import Decision
+from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
 from gimbal_jax.serving.core.status import State, Status

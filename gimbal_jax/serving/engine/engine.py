@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gimbal_jax.config import MAX_STOP_IDS, EngineConfig, QueueConfig
-from gimbal_jax.scheduler.late import Room
-from gimbal_jax.scheduler.queue import Job, queue_key
+from gimbal_jax.scheduler.late import Capacity
+from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
 from gimbal_jax.serving.engine.pages import PageNews, PagePool
@@ -96,7 +96,7 @@ class Engine:
         return any(rows.known_R[one.row] < rows.length_R[one.row] for one in self._constrained.values())
 
     def add(self, request: Request, waited_tokens: int = 0) -> None:
-        """Queue a request that waited ``waited_tokens`` elsewhere (see ``Job``).
+        """Queue a request that waited ``waited_tokens`` elsewhere (see ``QueueItem``).
 
         How many may wait is the server's business: preempted ones must always fit.
         """
@@ -170,17 +170,17 @@ class Engine:
             self._publish(row)
         return outputs
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """What ``schedule`` could let in now beside what it has, if nothing happens in between."""
         decoding_R = self._rows.decoding_R
         free_pages = self._pool.available - int((decoding_R & self._rows.lacking_R).sum())
         # A step that preempts lets nothing in, and who was preempted comes first.
         closed = free_pages < 0 or self._waiting
-        return Room(
+        return Capacity(
             decode_rows=int(decoding_R.sum()),
             free_rows=0 if closed else self._rows.free,
             free_pages=max(0, free_pages),
-            prefills=tuple(self._job(sequence) for sequence in self._rows.prefilling),
+            prefills=tuple(self._queue_item(sequence) for sequence in self._rows.prefilling),
         )
 
     def cached_tokens(self, request: Request) -> int:
@@ -258,7 +258,7 @@ class Engine:
         tile = self._config.tile
         tokens_left = self._config.token_budget - decode_rows
         tiles_left = all_tiles = self._config.token_budget // tile
-        candidates = [(queue_key(self._queue, self._job(one), now), one) for one in self._rows.prefilling]
+        candidates = [(queue_key(self._queue, self._queue_item(one), now), one) for one in self._rows.prefilling]
         if admit and self._waiting and self._rows.free:
             # Each takes a row and a tile, so that no more of them can start.
             most = min(self._rows.free, tiles_left)
@@ -301,11 +301,11 @@ class Engine:
             self._publish(row)
         return chunk
 
-    def _job(self, sequence: Sequence) -> Job:
+    def _queue_item(self, sequence: Sequence) -> QueueItem:
         """Of one that runs."""
         request, rows, row = sequence.request, self._rows, sequence.row
         prefill_left = int(rows.prefill_end_R[row] - rows.computed_R[row])
-        return Job(request.arrival, prefill_left, self.prefill_tokens - sequence.joined, request.priority)
+        return QueueItem(request.arrival, prefill_left, self.prefill_tokens - sequence.joined, request.priority)
 
     def _known_pages(self, request: Request, names: list[bytes] | tuple[bytes, ...], length: int) -> list[int]:
         return known_pages(self._pool, request, names, length, self._config.page_size) if names else []

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 
 from gimbal_jax.config import QueueConfig
-from gimbal_jax.scheduler.queue import Job, key_until, queue_key
+from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
 from gimbal_jax.serving.engine.sequence import Sequence
 
 
 class Waiting:
-    """The queue of an engine. ``prefill_tokens`` are those that the engine has processed by now (see ``Job``)."""
+    """The queue of an engine. ``prefill_tokens`` are those that the engine has processed by now (see ``QueueItem``)."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
@@ -52,8 +52,8 @@ class Waiting:
         """Its sort key, worked out anew only where it may have changed: queues can be long."""
         if now >= sequence.key_until:
             request, prefill_left = sequence.request, sequence.length - sequence.cached
-            job = Job(request.arrival, prefill_left, prefill_tokens - sequence.joined, request.priority)
-            sequence.key, sequence.key_until = queue_key(self._config, job, now), key_until(self._config, job, now)
+            item = QueueItem(request.arrival, prefill_left, prefill_tokens - sequence.joined, request.priority)
+            sequence.key, sequence.key_until = queue_key(self._config, item, now), key_until(self._config, item, now)
         return sequence.key
 
 

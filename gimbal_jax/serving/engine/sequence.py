@@ -21,7 +21,7 @@ class Sequence:
 
     request: Request
     joined: int
-    """Prefill tokens that its queue had processed when it joined; see ``Job.waited_tokens``."""
+    """Prefill tokens that its queue had processed when it joined; see ``QueueItem.waited_tokens``."""
     page_names: list[bytes]
     """Of its full pages, as far as they are known (see ``prefix.page_hashes``); empty where it shares nothing."""
     cached: int = 0

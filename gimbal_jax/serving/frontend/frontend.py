@@ -11,8 +11,9 @@ from typing import Protocol
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
-from gimbal_jax.scheduler.dispatch import Choose, Decision, choose_engine
-from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.scheduler.dispatch import Choose, choose_engine
+from gimbal_jax.scheduler.dispatch_decision import Decision
+from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.pages import PageNews
@@ -80,6 +81,8 @@ class _Stream:
     arrival: float
     core_id: str = ""
     """The core's id of it; empty until it is dispatched."""
+    ticket: Ticket | None = None
+    """The dispatcher's ticket of the request; None until it is dispatched."""
     engine: int | None = None
     rule: str = ""
     output_tokens: int = 0
@@ -214,9 +217,8 @@ class Frontend:
                 self._observed = traces
                 self.dispatcher.observe(traces)
             cached_tokens_S = self._cached_tokens_S(page_hashes, len(prompt))
-            decision, number = self.dispatcher.dispatch(
-                request_id, len(prompt), stream.arrival, engine, cached_tokens_S
-            )
+            stream.ticket = self.dispatcher.dispatch(request_id, len(prompt), stream.arrival, engine, cached_tokens_S)
+            decision, number = stream.ticket.decision, stream.ticket.sequence
             core_id = stream.core_id = self._core_ids[request_id] = f"{request_id}/{next(self._serial)}"
             self._streams[core_id] = stream
             self.idle.clear()
@@ -240,10 +242,10 @@ class Frontend:
             stream.error = str(error)
             raise
         finally:
-            if stream.core_id and stream.outcome is None:
-                self.dispatcher.finished(request_id)
-                if outcome != "refused":
-                    self.core.cancel(stream.core_id)
+            if stream.ticket is not None:
+                stream.ticket.release()
+            if stream.core_id and stream.outcome is None and outcome != "refused":
+                self.core.cancel(stream.core_id)
             self._record_end(stream, stream.outcome or outcome)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -340,7 +342,8 @@ class Frontend:
     def _end(self, stream: _Stream, outcome: str, error: str = "") -> None:
         stream.outcome, stream.error = outcome, error
         stream.ended = self.clock()
-        self.dispatcher.finished(stream.request_id)
+        if stream.ticket is not None:
+            stream.ticket.release()
         if not stream.may_stop:
             self._record_end(stream, outcome)
 

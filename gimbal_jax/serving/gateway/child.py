@@ -1,4 +1,4 @@
-"""The process of the HTTP gateway: runs ``smg`` with the arguments on its standard input, and ends with its parent."""
+"""The process of the HTTP gateway: ``smg`` with arguments from standard input. It ends with its parent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import threading
 
 
 def main() -> None:
-    """The first line of standard input is a JSON list of smg's arguments: keys among them show in no process list."""
+    """Run smg with the JSON list of arguments on the first line of standard input.
+
+    The arguments hold keys, which would show in process lists if they came on the command line.
+    """
     stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 it lives as long as the process
     arguments = json.loads(stdin.readline())
 
     def die_with_parent() -> None:
-        os.read(0, 1)  # returns when the parent is gone, however it went
+        os.read(0, 1)  # returns when the parent has exited, for any reason
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die_with_parent, daemon=True).start()

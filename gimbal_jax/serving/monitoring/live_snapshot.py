@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from gimbal_jax.config import ServerConfig
-from gimbal_jax.scheduler.dispatch import DispatchRecord, gimbal_terms, sum_S
+from gimbal_jax.scheduler.dispatch import gimbal_terms
+from gimbal_jax.scheduler.dispatch_decision import DispatchRecord, sum_S
 from gimbal_jax.scheduler.trace import Trace, idle_trace
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_tokens_L
 from gimbal_jax.serving.core.status import Status

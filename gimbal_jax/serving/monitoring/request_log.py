@@ -1,4 +1,4 @@
-"""A line for every request that has ended: aligned text for people, or JSON for machines."""
+"""Log with one line for every ended request, as aligned text or as JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, TextIO
 from gimbal_jax.serving.frontend.record import RequestRecord
 
 MAX_PENDING = 10_000
-"""Lines that may wait for a slow disk or pipe; one more is left out."""
+"""Most lines that wait for a slow disk or pipe. Further lines are dropped."""
 MAX_TEXT = 256
-"""Characters kept of what clients chose themselves, and of errors that may quote them."""
+"""Most characters kept of each text from a client, and of errors that may quote one."""
 
 _log = logging.getLogger(__name__)
 
 
 def json_line(record: RequestRecord, ended: float) -> str:
-    """One JSON object in ASCII. ``ended`` is its end on the wall clock, in seconds since 1970."""
+    """Return a record as one JSON object in ASCII. ``ended`` is the end of the request, in Unix seconds."""
     fields: dict[str, Any] = {
         "time": _timestamp(ended),
         "request_id": record.request_id[:MAX_TEXT],
@@ -44,7 +44,7 @@ def json_line(record: RequestRecord, ended: float) -> str:
 
 
 def text_line(record: RequestRecord, ended: float) -> str:
-    """Columns of fixed width; what clients chose comes last, quoted as in JSON."""
+    """Return a record as columns of fixed width. Texts from clients come last, quoted as in JSON."""
     engine = "-" if record.engine is None else str(record.engine)
     columns = [
         f"{_timestamp(ended)} {record.outcome:9} engine {engine:>3} {record.rule or '-':12}",
@@ -59,11 +59,14 @@ def text_line(record: RequestRecord, ended: float) -> str:
 
 
 class RequestLog:
-    """Writes the lines on a thread of its own, so that no disk or pipe holds up requests. Call it on one thread."""
+    """Writer of the lines. Call it with every record, on one thread.
+
+    A separate thread writes, so that a slow disk or pipe does not delay requests. ``lost`` counts the lines that
+    could not be written.
+    """
 
     def __init__(self, stream: TextIO, form: Literal["text", "json"], wall_clock: Callable[[], float]) -> None:
         self.lost = 0
-        """Lines that could not be written."""
         self._stream, self._wall_clock = stream, wall_clock
         self._line = json_line if form == "json" else text_line
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_PENDING)
@@ -77,7 +80,7 @@ class RequestLog:
             self._lose("the stream is too slow")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what waits, as far as that time allows. The stream stays open."""
+        """Write the waiting lines, for at most ``timeout_s``. The stream stays open."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one a request with its queue, prefill and decode inside. Needs the extra ``otel``."""
+"""OpenTelemetry spans: one a request, with child spans for queue, prefill and decode. Needs the extra ``otel``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.version import __version__
 
 EXPORT_S = 3
-"""Time that one batch of spans has to reach the collector."""
-MISSING = "tracing needs OpenTelemetry: pip install 'gimbal-jax[otel]'"
+"""Seconds that one batch of spans has to reach the collector."""
+MISSING = "--otlp-traces-endpoint needs OpenTelemetry. Run pip install '.[otel]' in the clone."
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """(name, begin, end) of what a request went through, in seconds from its arrival."""
+    """Yield (name, begin, end) of the phases that a request reached, in seconds from its arrival."""
     queued = record.total_s if record.queue_s is None else record.queue_s
     yield "queue", 0.0, queued
     if record.queue_s is not None:
@@ -26,7 +26,10 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def attributes(record: RequestRecord, model: str) -> dict[str, Any]:
-    """Of a request's span: vLLM's names, which extend OpenTelemetry's for generative AI, and ``gimbal.*``."""
+    """Return the attributes of a request's span.
+
+    The names are vLLM's, which extend OpenTelemetry's for generative AI, and ``gimbal.*``.
+    """
     values: dict[str, Any] = {
         "gen_ai.request.id": record.request_id,
         "gen_ai.response.model": model,
@@ -49,13 +52,13 @@ def attributes(record: RequestRecord, model: str) -> dict[str, Any]:
 
 
 def tracer(endpoint: str, name: str, wall_clock_ns: Callable[[], int] = time.time_ns) -> Tracer:
-    """Sends spans of requests to an OTLP collector by gRPC, as service ``name``.
+    """Return a Tracer that sends spans to an OTLP collector by gRPC, as service ``name``.
 
-    ``endpoint`` is http://HOST:PORT, or https:// for TLS. Raises ValueError for any other, ImportError
-    without OpenTelemetry.
+    ``endpoint`` is http://HOST:PORT, or https://HOST:PORT for TLS. Raises ValueError for another endpoint, and
+    ImportError without OpenTelemetry.
     """
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"the endpoint of traces must be http://HOST:PORT or https://HOST:PORT, not {endpoint!r}")
+        raise ValueError(f"the traces endpoint must be http://HOST:PORT or https://HOST:PORT, not {endpoint!r}")
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -71,7 +74,10 @@ def tracer(endpoint: str, name: str, wall_clock_ns: Callable[[], int] = time.tim
 
 
 class Tracer:
-    """Call it with every record. Spans leave in batches on a thread; those that no collector takes are dropped."""
+    """Exporter of spans. Call it with every record.
+
+    A thread sends spans in batches. Spans that no collector accepts are dropped.
+    """
 
     def __init__(self, provider: Any, name: str, wall_clock_ns: Callable[[], int]) -> None:
         self._provider, self._name, self._wall_clock_ns = provider, name, wall_clock_ns
@@ -97,5 +103,5 @@ class Tracer:
         span.end(at(record.total_s))
 
     def close(self) -> None:
-        """Send what waits, as far as a collector is there to take it; gives up after some seconds."""
+        """Send the remaining spans. Gives up after some seconds if no collector accepts them."""
         self._provider.shutdown()

@@ -1,4 +1,4 @@
-"""API keys: the file that holds them, and what a call shows."""
+"""API keys: the file that holds them, and the check of a call's key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import hmac
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +14,20 @@ from gimbal_jax.exceptions import Unauthenticated
 
 MIN_KEY_LENGTH = 16
 GATEWAY = "gateway"
-"""The name of our own HTTP gateway as a client, which no key may have."""
+"""Name of our own HTTP gateway as a client. No key may have this name."""
 
-_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # what a bearer token can be (RFC 6750)
+_KEY = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # the form of a bearer token (RFC 6750)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One API key. The key itself is not kept."""
+    """One API key, without the key itself."""
 
     digest: bytes
-    """Its SHA-256."""
+    """SHA-256 of the key."""
     name: str
     expires: float | None = None
-    """Unix time in seconds; None never."""
+    """Unix time in seconds; None if the key does not expire."""
 
 
 def new_key(key: str, name: str, expires: float | None = None) -> Key:
@@ -35,7 +35,7 @@ def new_key(key: str, name: str, expires: float | None = None) -> Key:
 
 
 def read_text(field: str, path: Path) -> str:
-    """Text of a file of keys; raises ValueError."""
+    """Read an ASCII file of keys or certificates. Raises ValueError."""
     try:
         return path.read_text("ascii")
     except OSError as error:
@@ -44,36 +44,58 @@ def read_text(field: str, path: Path) -> str:
         raise ValueError(f"{field} {path}: must be plain ASCII text") from error
 
 
-def load_keys(path: Path) -> tuple[Key, ...]:
-    """Keys of a file with one ``KEY [NAME] [EXPIRES]`` a line; ``#`` starts a comment.
+def check_key(key: str) -> None:
+    """Raise ValueError if ``key`` is too short or cannot be a bearer token. The error does not contain the key."""
+    if not _KEY.fullmatch(key) or len(key) < MIN_KEY_LENGTH:
+        raise ValueError(f"a key is at least {MIN_KEY_LENGTH} letters, digits and -._~+/ (= at the end)")
 
-    EXPIRES is an ISO date-time with a zone. A key without a name is called by the start of its hash.
+
+def read_key_file(field: str, path: Path, add: Callable[[int, Sequence[str]], None]) -> None:
+    """Call ``add`` with the number and the words of each line that is not empty; ``#`` starts a comment.
+
+    Raises ValueError that names ``field``, the file and the line, for an error of ``add`` too.
+    """
+    lines = read_text(field, path).splitlines()
+    filled = [(number, words) for number, line in enumerate(lines, 1) if (words := line.partition("#")[0].split())]
+    if not filled:
+        raise ValueError(f"{field} {path}: contains no key")
+    for number, words in filled:
+        try:
+            add(number, words)
+        except ValueError as error:
+            raise ValueError(f"{field} {path}, line {number}: {error}") from error
+
+
+def load_keys(path: Path) -> tuple[Key, ...]:
+    """Load the keys of a file with one ``KEY [NAME] [EXPIRES]`` a line; ``#`` starts a comment.
+
+    EXPIRES is an ISO date-time with a zone. A key without a name gets the start of its hash as name.
     Raises ValueError that names the line, never the key.
     """
     keys: dict[bytes, Key] = {}
-    for number, line in enumerate(read_text("api_keys", path).splitlines(), 1):
-        if words := line.partition("#")[0].split():
-            try:
-                key = _parse_key(words)
-                if key.digest in keys:
-                    raise ValueError("the key stands in the file twice")
-            except ValueError as error:
-                raise ValueError(f"api_keys {path}, line {number}: {error}") from error
-            keys[key.digest] = key
-    if not keys:
-        raise ValueError(f"api_keys {path}: holds no key")
+
+    def add(number: int, words: Sequence[str]) -> None:
+        key = _parse_key(words)
+        if key.digest in keys:
+            raise ValueError("the key is in the file twice")
+        keys[key.digest] = key
+
+    read_key_file("api_keys", path, add)
     return tuple(keys.values())
 
 
 def authenticate(authorization: str | None, keys: Collection[Key], now: float) -> Key:
-    """The key of a call's ``authorization`` metadata; raises Unauthenticated. ``now`` is Unix time in seconds."""
+    """Return the key of a call's ``authorization`` metadata. Raises Unauthenticated.
+
+    ``now`` is Unix time in seconds.
+    """
     if authorization is None:
         raise Unauthenticated("no API key: the call needs the metadata 'authorization: Bearer KEY'")
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer":
         raise Unauthenticated("authorization must be 'Bearer KEY'")
     digest = hashlib.sha256(given.strip().encode()).digest()
-    # Hashes of equal length, each compared in constant time: how long it takes tells nothing of a key.
+    # Hashes have equal length, and each is compared in constant time, so the duration reveals nothing of a key.
     found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
     if not found:
         raise Unauthenticated("wrong API key")
@@ -86,12 +108,11 @@ def _parse_key(words: Sequence[str]) -> Key:
     if len(words) > 3:
         raise ValueError(f"must be KEY [NAME] [EXPIRES], has {len(words)} words")
     key, name, expires = (*words, "", "")[:3]
-    if not _KEY.fullmatch(key) or len(key) < MIN_KEY_LENGTH:
-        raise ValueError(f"a key is at least {MIN_KEY_LENGTH} letters, digits and -._~+/ (= at the end)")
+    check_key(key)
     if name == GATEWAY:
-        raise ValueError(f"the name {GATEWAY!r} is the HTTP gateway's own")
+        raise ValueError(f"the name {GATEWAY!r} is reserved for the HTTP gateway")
     if _is_time(name):
-        raise ValueError(f"{name} stands in the place of the name; EXPIRES comes after it")
+        raise ValueError(f"{name} is in the place of the name; EXPIRES comes after the name")
     if not name:
         name = f"key-{new_key(key, '').digest.hex()[:8]}"
     return new_key(key, name, _unix_time(expires) if expires else None)

@@ -1,4 +1,4 @@
-"""What all gRPC services do with a call: errors become statuses, and log probabilities messages."""
+"""Common parts of the gRPC services: errors as statuses, and log probabilities as messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     FellBehind: grpc.StatusCode.DATA_LOSS,
 }
 MAX_DETAILS = 1000
-"""Characters of an error that a client gets: a status travels in a header, whose length is limited."""
+"""Most characters of an error that a client gets. A status travels in a header of limited length."""
 
 type Context = grpc.aio.ServicerContext
 
@@ -44,25 +44,28 @@ _log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def answering(context: Context) -> AsyncIterator[None]:
-    """End the call with the status of the error that is raised inside; an unexpected one is logged, and not told."""
+    """End the call with the status of the error that the block raises.
+
+    An unexpected error is logged, and the client gets INTERNAL without its text.
+    """
     try:
         yield
     except tuple(STATUS_CODES) as error:
         await context.abort(STATUS_CODES[type(error)], str(error)[:MAX_DETAILS])
     except grpc.aio.AbortError:
-        raise  # what ``abort`` ends a handler with
+        raise  # raised by ``abort``, which has ended the call
     except grpc.aio.InternalError as error:
-        # A message that could not be sent: the client has left, of which the handler was not told yet.
+        # A message could not be sent. The client has left, and gRPC has not cancelled the handler yet.
         raise asyncio.CancelledError from error
     except Exception:
         _log.exception("a call failed")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error: the server's log says more")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error: see the server's log")
 
 
 def output_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int | None
 ) -> pb.OutputLogProbs | None:
-    """``top`` is the number of alternatives asked for; None asks for nothing."""
+    """Return the log probabilities of the tokens. ``top`` is the requested number of alternatives; None gives None."""
     if top is None:
         return None
     return pb.OutputLogProbs(
@@ -75,7 +78,7 @@ def output_logprobs(
 def input_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int | None
 ) -> pb.InputLogProbs | None:
-    """One entry for each token of the prompt, the first of them without a value."""
+    """Return one entry for each token of the prompt. The first has no value. ``top`` as in ``output_logprobs``."""
     if top is None:
         return None
     values = [pb.InputTokenLogProb(value=entry.chosen) for entry in logprobs]

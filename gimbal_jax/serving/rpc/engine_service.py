@@ -28,13 +28,13 @@ from gimbal_jax.serving.rpc.interceptors import origin_of
 from gimbal_jax.serving.rpc.kv_events import KvEvents
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.parsing import (
-    Constraints,
     Limits,
     is_slow,
     max_prompt_tokens,
     parse_generate,
     parse_priority,
 )
+from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name

@@ -1,4 +1,4 @@
-"""Who calls the gRPC server, and whether they may: keys and limits at every call."""
+"""Authentication and limits of gRPC clients, checked at every call."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from gimbal_jax.serving.network.api_keys import GATEWAY, Key, authenticate
 
 TRACEPARENT_KEY = "traceparent"
 PEER_S = 1.0
-"""Another process cannot have a connection's port so soon after its end (Linux reuses none within a second)."""
+"""Seconds that a check of a peer stays valid. Linux does not reuse a connection's port within a second of its end."""
 
 _key_name = ContextVar("key_name", default="")
-"""Of the call that a task serves: gRPC runs interceptors and handler of a call in one task."""
+"""Name of the key of the call that a task serves. gRPC runs the interceptors and the handler of a call in one task."""
 
 
 def origin_of(context: grpc.aio.ServicerContext) -> Origin:
-    """Where a call came from."""
+    """Return the client and the trace context of a call."""
     metadata = dict(context.invocation_metadata() or ())
     return Origin(_client_of(context), str(metadata.get(TRACEPARENT_KEY, "")))
 
 
 class Access(grpc.aio.ServerInterceptor):
-    """Refuses calls without a good key (UNAUTHENTICATED), and more streams of a client than it may have at once.
+    """Interceptor that rejects calls without a valid key, and calls beyond a client's limit of concurrent streams.
 
-    Without ``keys`` every client may call. Health is open to all, since probes carry no key.
-    ``limited`` are the full names of the methods whose calls count.
+    The statuses are UNAUTHENTICATED and RESOURCE_EXHAUSTED. If ``keys`` is None, every client may call. The health
+    service needs no key, because probes have none. ``limited`` are the full names of the methods whose calls count
+    as streams. ``wall_clock`` is Unix time in seconds.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Access(grpc.aio.ServerInterceptor):
             try:
                 key = authenticate(metadata.get("authorization"), self._keys, self._wall_clock())
             except Unauthenticated as error:
-                return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
+                return _rejection(grpc.StatusCode.UNAUTHENTICATED, str(error))
             _key_name.set(key.name)
         handler = await continuation(handler_call_details)
         return self._counted(handler) if method in self._limited else handler
@@ -85,9 +86,9 @@ class Access(grpc.aio.ServerInterceptor):
 
 
 class OwnProcesses(grpc.aio.ServerInterceptor):
-    """For the port of our own gateway, which can send no key: who calls is known by the connection.
+    """Interceptor of our own gateway's port that identifies callers by connection, because smg cannot send a key.
 
-    ``is_own`` tells of a gRPC peer whether it is a process of our user.
+    ``is_own`` returns whether a gRPC peer is a process of our user. Other peers get PERMISSION_DENIED.
     """
 
     def __init__(self, is_own: Callable[[str], bool], clock: Callable[[], float]) -> None:
@@ -115,7 +116,7 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
         return with_serve(handler, checked)
 
     def _is_known(self, peer: str) -> bool:
-        """Remembered for ``PEER_S``: asking reads a table of all connections."""
+        """Return whether ``peer`` is our own. Results are kept for ``PEER_S``: a check reads all connections."""
         now = self._clock()
         self._known = {peer: time for peer, time in self._known.items() if now - time < PEER_S}
         if peer not in self._known and self._is_own(peer):
@@ -123,23 +124,23 @@ class OwnProcesses(grpc.aio.ServerInterceptor):
         return peer in self._known
 
 
-def _refusal(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
-    async def refuse(requests: object, context: grpc.aio.ServicerContext) -> None:
+def _rejection(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
+    async def reject(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(code, text)
 
-    # For calls of every kind: this one ends them without reading what they send.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    # A stream_stream handler ends calls of every kind without reading their requests.
+    return grpc.stream_stream_rpc_method_handler(reject)
 
 
 def _client_of(context: grpc.aio.ServicerContext) -> str:
-    """Name of the call's key, else of its certificate, else its address without the port."""
+    """Return the name of the call's key, or of its certificate, or its address without the port, in this order."""
     names = context.auth_context().get("x509_common_name", ())
     certificate = names[0].decode("utf-8", "replace") if names else ""
     return _key_name.get() or certificate or _address(context.peer())
 
 
 def _address(peer: str) -> str:
-    """``ipv4:10.0.0.1:50000`` and ``ipv6:%5B::1%5D:50000`` without the port."""
+    """Return the address in ``ipv4:10.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``, without the port."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 

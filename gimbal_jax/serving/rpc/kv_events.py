@@ -1,4 +1,4 @@
-"""The prefix caches' changes as the events of smg's protocol (smg_grpc_proto's common.proto)."""
+"""Changes of the prefix caches as events of smg's protocol (common.proto of smg_grpc_proto)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 
 CHUNK_PAGES = 512
-"""Pages of a snapshot in one message: 64 tokens each are about 100 KB."""
+"""Most pages of a snapshot in one message. With 64 tokens a page that is about 100 KB."""
 
 
 class KvEvents:
-    """What subscribers get: a snapshot or what they have missed, then every change.
+    """Event streams of subscribers: a snapshot or the changes that they missed, then every new change.
 
-    A change is a batch from every engine, an empty one where it has no news, all with the change's number. So the
-    numbers of each engine are without gaps, as the gateway wants them, and one number says how far a subscriber is.
-    They begin with the time of the start in microseconds: those of an earlier process are never taken for ours.
+    A change is one batch from every engine, all with the number of the change; the batch of an engine without news
+    is empty. So the numbers of each engine have no gaps, as the gateway requires, and one number gives a
+    subscriber's position. The first number is the start time in microseconds, so that numbers of an earlier process
+    are never valid.
     """
 
     def __init__(
@@ -31,28 +32,31 @@ class KvEvents:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """``wall_clock`` is Unix time in seconds, ``clock`` the log's own."""
+        """``wall_clock`` is Unix time in seconds. ``clock`` is the clock of ``log``."""
         self._index, self._log = index, log
         self._engines, self._page_size = config.mesh.dp, config.engine.page_size
         self._clock, self._wall_clock = clock, wall_clock
         self._first = int(wall_clock() * 1e6)
 
     def place_of(self, start: int) -> int | None:
-        """Place in the log from which a subscriber goes on whose last number is ``start``; 0 has none: None.
+        """Return the place in the log after which a subscriber with last number ``start`` continues; None for 0.
 
-        Raises NotKept.
+        Raises NotKept if the log does not hold the changes after ``start``.
         """
         if start == 0:
             return None
         at = start - self._first
         if self._log.after(at) is None:
             oldest, newest = self._first + self._log.oldest - 1, self._first + self._log.last
-            rule = f"be 0 (the present state) or in [{oldest}, {newest}], the changes that are kept"
+            rule = f"be 0 (a snapshot) or in [{oldest}, {newest}], the changes that are kept"
             raise NotKept(f"start_sequence_number must {rule}, not {start}")
         return at
 
     async def batches(self, at: int | None) -> AsyncGenerator[pb.KvEventBatch]:
-        """Everything after that place, None for the present state first, until the log is closed. Raises FellBehind."""
+        """Yield all changes after place ``at`` until the log is closed. None yields a snapshot first.
+
+        Raises FellBehind if the log drops changes before they are read.
+        """
         if at is None:
             at = self._log.last
             for batch in self._snapshot(at):
@@ -60,7 +64,7 @@ class KvEvents:
         while not self._log.closed:
             changes = self._log.after(at)
             if changes is None:
-                raise FellBehind("the subscriber fell behind: subscribe again from 0, the present state")
+                raise FellBehind("the subscriber fell behind. Subscribe again from 0, which sends a snapshot.")
             for change in changes:
                 stamp = self._wall_clock() - (self._clock() - change.time)
                 news_S = {news.engine: news for news in change.news}
@@ -72,7 +76,7 @@ class KvEvents:
                 await self._log.changed()
 
     def _snapshot(self, at: int) -> Iterator[pb.KvEventBatch]:
-        """All pages as of change ``at``. Each engine's numbers end at ``at``; the first chunk begins with a clear."""
+        """Yield all pages as of change ``at``. Each engine's numbers end at ``at``. The first chunk has a clear."""
         pages_S = [self._index.snapshot(engine) for engine in range(self._engines)]
         chunks = [
             (engine, start, pages[start : start + CHUNK_PAGES])
@@ -93,7 +97,7 @@ class KvEvents:
 
 
 def block_hash(page_hash: bytes) -> int:
-    """The protocol's 64 bits of a page's hash."""
+    """Return the first 64 bits of a page's hash as a signed integer, as the protocol defines it."""
     return int.from_bytes(page_hash[:8], "big", signed=True)
 
 
@@ -108,7 +112,7 @@ def _events(news: PageNews, page_size: int) -> list[pb.KvCacheEvent]:
 
 
 def _stored(pages: Sequence[StoredPage], page_size: int) -> list[pb.KvBlocksStored]:
-    """One for each run of pages that follow one another."""
+    """Return one message for each run of pages of which each is the parent of the next."""
     runs: list[pb.KvBlocksStored] = []
     last = None
     for page in pages:

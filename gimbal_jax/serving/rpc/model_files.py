@@ -1,4 +1,4 @@
-"""What clients may need of the checkpoint folder: tokenizer, its files as one archive, sampling defaults."""
+"""Files of the checkpoint folder that clients need: tokenizer, its files as one archive, sampling defaults."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class ModelFiles:
     """One checkpoint folder, as clients see it."""
 
     name: str
-    """The model's name for clients."""
+    """Name of the model for clients."""
     folder: Path
     tokenizer: Tokenizer | None
     archive: bytes
     """Zip of the tokenizer's files; empty without a tokenizer."""
     sampling_defaults: dict[str, Any]
-    """What generation_config.json recommends. Clients apply it: on the wire, unset means vLLM's defaults."""
+    """Recommendation of generation_config.json. Clients apply it, since an unset field means vLLM's default."""
 
 
 def load_model_files(folder: Path, name: str | None = None) -> ModelFiles:
-    """``name`` defaults to the folder's own."""
+    """Load the files of a folder. ``name`` is the folder's own by default. Raises ValueError for a bad tokenizer."""
     folder = folder.resolve()
     tokenizer = load_tokenizer(folder)
     generation_config = folder / "generation_config.json"
@@ -49,6 +49,6 @@ def _archive(folder: Path) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in SIDE_FILES:
             if (folder / name).is_file():
-                # A ZipInfo without the file's date: the same files give the same bytes.
+                # A ZipInfo has a fixed date, so equal files give equal bytes.
                 archive.writestr(zipfile.ZipInfo(name), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
@@ -25,6 +24,7 @@ from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY, Grammar, SamplingParams
 from gimbal_jax.serving.frontend.choices import Generation
+from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.serving.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID = 256
@@ -44,13 +44,6 @@ _UNSUPPORTED = (  # of a GenerateRequest
     "kv_transfer_params",
     "kv_transfer_params_json",
 )
-
-
-class Constraints(Protocol):
-    """Compiles what an output must look like (``grammar.Constraints``)."""
-
-    def compile(self, params: pb.SamplingParams) -> Callable[[], Grammar] | None:
-        """Gives a fresh Grammar for each sequence, None without a constraint. Raises InvalidField or Unsupported."""
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,10 @@ class DeviceRunner:
         for bucket in self.buckets:
             nothing = Step(bucket, unused(self.config.mesh.dp, self._shape(bucket)), self._blank)
             jax.device_get(self._run(nothing).token_SC)
-        for layer in range(len(self.model.moe_layers)):
-            self._migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
+        # Static placement has no memory for the buffers of moves (see ``model.memory.device_bytes``).
+        if self.config.placement.policy != "static":
+            for layer in range(len(self.model.moe_layers)):
+                self._migrate(layer, Round(nowhere, nowhere, self._slots[layer]))
         jax.device_get(self._take_counts())
         self._compiled_at_warmup = self._compilations.count
 

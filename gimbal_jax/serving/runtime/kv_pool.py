@@ -12,16 +12,20 @@ from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.serving.runtime.batch import step_buckets
 
 
-def size_kv_pool(model: ModelConfig, config: ServerConfig, device: jax.Device) -> tuple[ServerConfig, str]:
+def size_kv_pool(
+    model: ModelConfig, config: ServerConfig, device: jax.Device, *, start_placement: bool = False
+) -> tuple[ServerConfig, str]:
     """The settings with as many KV pages as such devices hold, and a line that says so.
 
+    ``start_placement``: see ``device_bytes``.
     Where jax does not say how much memory the process may take, as on CPUs, the settings stay as they are.
     ValueError, with what would help, if the memory is too little.
     """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         return config, _said(config.engine)
-    needed = device_bytes(model, config, step_buckets(config.engine, config.mesh.tp)[-1], backend_of(device))
+    bucket = step_buckets(config.engine, config.mesh.tp)[-1]
+    needed = device_bytes(model, config, bucket, backend_of(device), start_placement=start_placement)
     try:
         engine = replace(config.engine, num_pages=needed.kv_pages(limit))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Traces of what host and devices do, by JAX's profiler, begun and ended by clients."""
+"""Traces of host and devices by JAX's profiler, which clients start and stop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _MAX_OUTPUT_DIR = 200
 
 
 class Profiler:
-    """Writes traces below ``folder``, one at a time. Until it stops, a trace is in memory and slows requests down."""
+    """Writer of traces below ``folder``, one at a time.
+
+    A running trace is kept in memory, and slows requests down until it stops.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._running: Path | None = None
-        """Where the running trace will be."""
+        self._running: Path | None = None  # folder of the running trace
 
     def start(self, request: common_pb2.StartProfileRequest) -> common_pb2.ProfileResponse:
-        """Begin a trace, to be written to ``output_dir`` within the folder, by default the folder itself.
+        """Start a trace. ``stop`` writes it to ``output_dir`` within the folder, by default to the folder itself.
 
-        Raises InvalidField where that is no path within it, Unsupported for every other field.
+        Raises InvalidField if that path is not within the folder, and Unsupported for every other field.
         """
         for field, _ in request.ListFields():
             if field.name in _UNSUPPORTED:
@@ -46,7 +48,7 @@ class Profiler:
         return common_pb2.ProfileResponse(success=True, message=f"tracing, to {target}")
 
     def stop(self) -> common_pb2.ProfileResponse:
-        """End the trace and write it; the message says where."""
+        """Stop the trace and write it. The message of the response names its folder."""
         with self._lock:
             if self._running is None:
                 return _no("no trace is running")
@@ -72,5 +74,5 @@ def _within(folder: Path, path: str) -> Path:
     )
     target = (folder / path).resolve()
     if not target.is_relative_to(folder):
-        raise InvalidField(f"output_dir must be within the server's folder of profiles, got {path!r}")
+        raise InvalidField(f"output_dir must be within the folder of --profile-dir, got {path!r}")
     return target

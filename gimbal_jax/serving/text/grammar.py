@@ -1,4 +1,4 @@
-"""Structured output: the tokens with which an output may go on, by llguidance."""
+"""Structured output: which tokens may come next, computed by llguidance."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from gimbal_jax.serving.engine.request import Grammar
 from gimbal_jax.serving.text.grammar_check import LIMITS, Kind, checked, problem_of
 
 MAX_GRAMMAR_BYTES = 128 * 1024
-"""Longest text of a constraint."""
+"""Longest text of a constraint, in bytes of UTF-8."""
 _CACHED = 256
-"""Constraints that are not checked again."""
+"""Most recent constraints whose check is remembered."""
 _MAX_REASON = 400
 
 
 class Constraints:
-    """Compiles what clients ask of their outputs, for one model. Any thread may call ``compile``.
+    """Compiler of the constraints in requests, for one model. Any thread may call ``compile``.
 
-    Where the library cannot read the tokenizer, or the model has no end token, each constraint is refused.
+    If the library cannot read the tokenizer, or if the model has no end token, every constraint is rejected.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """``vocab_size`` is the model's; ids beyond the tokenizer's are never allowed. Takes a second for 150,000."""
+        """Read the tokenizer. This takes a second for 150,000 tokens.
+
+        ``vocab_size`` is the model's. Token ids that the tokenizer does not have are never allowed.
+        """
         self._vocab_size = vocab_size
         self._problem = "" if eos_token_ids else "the model has no end token"
         if eos_token_ids:
@@ -37,19 +40,22 @@ class Constraints:
                     tokenizer_json.lstrip(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
                 )
             except ValueError as error:
-                self._problem = f"its library cannot read the tokenizer: {error}"
-        # Only the check is shared: requests that shared a lexer would fail together once it is full.
+                self._problem = f"llguidance cannot read the tokenizer: {error}"
+        # Requests share the check only. If they shared a lexer, they would all fail once it is full.
         self._checked = functools.lru_cache(_CACHED)(checked)
 
     def compile(self, params: pb.SamplingParams) -> Callable[[], Grammar] | None:
-        """What gives each sequence of a request a grammar of its own; None without a constraint.
+        """Return a function that makes a new grammar for each sequence of a request; None without a constraint.
 
-        ``json_schema``, ``json_object``, ``regex`` (that of Rust's regex crate, without look-around and
-        back-references), ``choice``, and ``grammar``: llguidance's variant of Lark, or the GBNF of
-        llama.cpp; without special tokens. White space in JSON is bounded, unless the schema's
-        ``x-guidance`` says otherwise. The grammar begins with the first token, as with
-        ``grammar_from_first_token``. Takes from milliseconds, if the text was seen before, to seconds.
-        Raises InvalidField or Unsupported.
+        The constraints are:
+
+        - ``json_schema`` and ``json_object``. White space is bounded unless the schema's ``x-guidance`` changes it.
+        - ``regex``: the syntax of Rust's regex crate, without look-around and back-references.
+        - ``choice``
+        - ``grammar``: llguidance's variant of Lark, or the GBNF of llama.cpp, without special tokens.
+
+        The grammar applies from the first token, as with ``grammar_from_first_token``. A call takes milliseconds
+        if the text was compiled recently, and up to seconds otherwise. Raises InvalidField or Unsupported.
         """
         constraint = params.WhichOneof("constraint")
         if constraint is None or (constraint == "json_object" and not params.json_object):
@@ -73,8 +79,8 @@ class Constraints:
 class _Matched:
     """The Grammar of one sequence.
 
-    After an end token, and where nothing can follow, only end tokens are allowed, so that with ``ignore_eos`` they
-    fill the rest of the output (as in vLLM).
+    After an end token, and if nothing else can follow, only end tokens are allowed. With ``ignore_eos`` they
+    fill the rest of the output (vLLM's rule).
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, first: np.ndarray, vocab_size: int) -> None:
@@ -83,13 +89,16 @@ class _Matched:
         self._vocab_size = vocab_size
 
     def allowed(self) -> np.ndarray:
-        """ValueError where neither a token nor the end can follow, or a limit of the library is reached."""
+        """Return a bit mask of the allowed tokens.
+
+        Raises ValueError if neither a token nor the end can follow, or if a limit of the library is reached.
+        """
         if self._allowed is None:
             self._allowed = _allowed(self._matcher, self._vocab_size)
         return self._allowed
 
     def accept(self, token_id: int) -> None:
-        """ValueError where the token is not allowed."""
+        """Advance by one token. Raises ValueError if the token is not allowed."""
         self._allowed = None
         self._matcher.consume_token(token_id)
         _raise_problem(self._matcher)
@@ -113,7 +122,7 @@ def _kind_and_text(params: pb.SamplingParams, field: str) -> tuple[Kind, str]:
 def _allowed(matcher: llguidance.LLMatcher, vocab_size: int) -> np.ndarray:
     allowed = np.zeros(-(-vocab_size // 32), np.int32)
     matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
-    # In error the library allows the end tokens, as if the output were complete.
+    # On an error the library allows the end tokens, as if the output were complete.
     _raise_problem(matcher)
     return allowed
 

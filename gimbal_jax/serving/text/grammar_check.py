@@ -1,9 +1,9 @@
-"""Texts of clients to grammars of llguidance, tried in a process of its own.
+"""Conversion of clients' constraints to llguidance grammars, tried in a separate process.
 
-The library's compilers are recursive native code: a schema of 30 KB whose references form a chain
-overflows their stack, which no handler catches, and other texts take them minutes. So this module
-also runs as a program, with a small stack and little time, and imports nothing of the package. What
-passes there is compiled again by the server, whose threads have a larger stack.
+The library's compilers are recursive native code. A schema of 30 KB whose references form a chain
+overflows their stack, and no handler catches that. Other texts take minutes to compile. So this module
+also runs as a program, with a small stack and little CPU time, and imports nothing of the package.
+If the check passes, the server compiles the text a second time, in a thread with a larger stack.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import llguidance
 Kind = Literal["json_schema", "regex", "grammar", "choice"]
 
 LIMITS = llguidance.LLParserLimits(
-    # An ambiguous grammar takes time with the square of a row: 20 ms a token at 500, a second at the library's 2,000.
-    # An object with 120 optional properties has a row of 500.
+    # The time of an ambiguous grammar grows with the square of its longest row: 20 ms a token at 500 items,
+    # a second at the library's default of 2,000. An object with 120 optional properties has a row of 500.
     max_items_in_row=500,
     max_lexer_states=10_000,  # of about 5 KB each
     verbose_errors=False,
 )
 MAX_CPU_S = 2
 _WALL_S = 30.0
-"""For machines that are overloaded: it computes for MAX_CPU_S at most."""
+"""Limit for overloaded hosts. The child uses at most MAX_CPU_S of CPU time."""
 _MEMORY_BYTES = 2**30
 _STACK_BYTES = 2**20
 
 _WHITESPACE = r" |\n[ \t]{0,32}"
-"""Wherever JSON may have some: a space, or a new line and its indentation. Without a bound a model may never end."""
+"""White space that JSON may have: a space, or a new line and its indentation. Unbounded, a model might never end."""
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""Where only one text can follow, the model chooses its tokens: the library would tokenize all of it at each step."""
+"""Let the model choose the tokens of a forced text. Otherwise the library tokenizes all of that text at each step."""
 _TRIED_TOKENS = 8
 
 
 def checked(kind: Kind, text: str) -> str:
-    """The grammar that ``text`` means. Takes a tenth of a second. ValueError says why it cannot be had."""
-    # -P: the folder of this file has modules named like others.
+    """Return the grammar of ``text``. Takes a tenth of a second. Raises ValueError with the reason if there is none."""
+    # -P keeps the folder of this file off the path, because its modules could hide others of the same name.
     command = [sys.executable, "-P", __file__]
     message = json.dumps([kind, text])
     try:
@@ -59,13 +59,13 @@ def checked(kind: Kind, text: str) -> str:
 
 
 def problem_of(matcher: llguidance.LLMatcher) -> str:
-    """What is wrong with a matcher, in one line; empty if nothing is."""
+    """Return the error of a matcher in one line, empty if there is none."""
     error = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
-    return error.replace("NoExtensionBias", "no text goes on like this")
+    return error.replace("NoExtensionBias", "no text can follow")
 
 
 def _main() -> None:
-    """Reads a kind and a text, writes the grammar and what is wrong with it."""
+    """Read a kind and a text from standard input, and write the grammar and its error to standard output."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -85,7 +85,7 @@ def _try(kind: Kind, text: str) -> tuple[str, str]:
         return "", str(error)
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    # Some limits are met only by the rows of the first tokens.
+    # The rows of the first tokens reach some limits that compiling does not.
     for _ in range(_TRIED_TOKENS):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped():
@@ -103,7 +103,7 @@ def _convert(kind: Kind, text: str) -> str:
     elif kind == "regex":
         lark = f"start: /{llguidance.regex_to_lark(text, '')}/"
     elif kind == "choice":
-        # One terminal: as alternatives of a rule, some thousands would be too many for the parser.
+        # All choices are one terminal. Some thousand alternatives of a rule would be too many for the parser.
         lark = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
     else:
         lark = llguidance.grammar_from(kind, text)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to text, from a checkpoint's own files."""
+"""Text to token ids and back, and chat messages to text, by the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Tokenizer:
-    """Built from the contents of the files named in ``FILES``, of which only the first must be there.
+    """The tokenizer and chat template of a checkpoint.
 
-    Raises ValueError that names the file that is wrong.
+    ``files`` holds the contents of the files named in ``FILES``; only the first is required. ``json`` is the
+    content of tokenizer.json, for libraries that read it themselves. Raises ValueError that names the bad file.
     """
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self.json = files["tokenizer.json"]
-        """What it was made from, for libraries that read it themselves."""
         with _wrong_in("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.json)
             self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -37,9 +37,10 @@ class Tokenizer:
             self._template = _compile(template) if template else None
 
     def surely_exceeds(self, text: str, tokens: int) -> bool:
-        """True for a text so long that it must have more tokens, known without counting them.
+        """Return True if ``text`` is so long that it must have more than ``tokens`` tokens, without counting them.
 
-        No token stands for more characters than the longest one has; normalisation may at most halve them (ours).
+        A token covers at most as many characters as the longest token has. Normalisation may at most halve
+        the characters (ours).
         """
         return len(text) > 2 * self._longest * tokens
 
@@ -47,13 +48,13 @@ class Tokenizer:
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return the text of the tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids)))
 
     def decoder(self, skip_special_tokens: bool = True) -> Callable[[Sequence[int]], str]:
-        """A function from the next tokens of one output to the text that they complete.
+        """Return a function from the next tokens of one output to the text that they complete.
 
-        Bytes of an unfinished character wait for the next call.
+        The function keeps the bytes of an unfinished character for the next call.
         """
         stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
@@ -67,10 +68,10 @@ class Tokenizer:
         return self._template is not None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The prompt text of a chat, ready for the assistant's turn.
+        """Return the prompt text of a chat, ready for the assistant's turn.
 
-        ``variables`` go to the template (``tools``, ``enable_thinking``, ...). Raises
-        ValueError where there is no template or it refuses the messages.
+        ``variables`` go to the template (``tools``, ``enable_thinking``, ...). Raises ValueError if there
+        is no template, or if the template rejects the messages.
         """
         if self._template is None:
             rule = "the model has no chat template: put chat_template.jinja into its folder, or send the prompt as text"
@@ -78,13 +79,13 @@ class Tokenizer:
         variables = {"add_generation_prompt": True, **self._special, **variables, "messages": messages}
         try:
             return self._template.render(variables)
-        # A template is a program, and these are values of a client: whatever goes wrong there is a refusal.
+        # A template is a program that runs on values of a client, so every error counts as a rejection.
         except Exception as error:
             raise ValueError(f"chat template: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Tokenizer of a checkpoint folder; None without a tokenizer.json. Raises ValueError that names the file."""
+    """Load the tokenizer of a checkpoint folder; None without a tokenizer.json. Raises ValueError naming the file."""
     files = {}
     try:
         for name in FILES:
@@ -98,7 +99,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 @contextlib.contextmanager
 def _wrong_in(name: str) -> Iterator[None]:
-    """Whatever the libraries raise of a damaged file becomes a ValueError that names it: they have no common type."""
+    """Turn every exception of the libraries into a ValueError that names the file. They have no common type."""
     try:
         yield
     except Exception as error:
@@ -106,19 +107,19 @@ def _wrong_in(name: str) -> Iterator[None]:
 
 
 def _default_template(template: str | list[dict[str, str]] | None) -> str | None:
-    """tokenizer_config.json holds one template, or several by name."""
+    """Return the default template. tokenizer_config.json holds one template, or a list of named ones."""
     if isinstance(template, list):
         return next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return template
 
 
 def _content(token: str | dict[str, Any] | None) -> str:
-    """tokenizer_config.json gives a special token as a string or as an AddedToken record."""
+    """Return the text of a special token, which tokenizer_config.json gives as a string or an AddedToken record."""
     return str(token["content"]) if isinstance(token, dict) else token or ""
 
 
 def _compile(template: str) -> jinja2.Template:
-    """The environment that chat templates are written for (transformers' apply_chat_template)."""
+    """Compile a chat template in the environment that it is written for (transformers' apply_chat_template)."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -126,7 +127,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML, which a prompt must not.
+    # Jinja's own filter escapes HTML, but a prompt must keep its characters.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gimbal_jax.scheduler.late import Room
-from gimbal_jax.scheduler.queue import Job
+from gimbal_jax.scheduler.late import Capacity
+from gimbal_jax.scheduler.queue import QueueItem
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Plan, StepResult
 from gimbal_jax.serving.engine.request import Output, TokenLogprobs
@@ -332,20 +332,20 @@ def test_trace_by_hand():
 def test_room_by_hand():
     config = dataclasses.replace(CONFIG, num_pages=12)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
-    assert engine.room() == Room(decode_rows=0, free_rows=4, free_pages=12, prefills=())
+    assert engine.capacity() == Capacity(decode_rows=0, free_rows=4, free_pages=12, prefills=())
     engine.add(request("a", 3, max_tokens=9, sequence=1))  # a page; for its fifth token a second one
     engine.add(request("b", 24, arrival=1.0, sequence=2))  # 7 pages; 12 of its tokens fit beside a
-    assert engine.room().free_rows == 0  # who waits here comes first
+    assert engine.capacity().free_rows == 0  # who waits here comes first
     step(engine, model)
-    assert engine.room() == Room(1, 2, 4, (Job(1.0, 12, waited_tokens=15),))
+    assert engine.capacity() == Capacity(1, 2, 4, (QueueItem(1.0, 12, waited_tokens=15),))
     step(engine, model)
-    assert engine.room() == Room(2, 2, 3, ())
+    assert engine.capacity() == Capacity(2, 2, 3, ())
     assert engine.prefill_tokens == 3 + 24
     engine.add(request("c", 11, arrival=2.0, sequence=3))  # the last 3 pages
     step(engine, model)
     step(engine, model)
     assert engine.free_pages == 0
-    assert engine.room() == Room(3, 0, 0, ())  # c needs a page for its 13th token: the next step will preempt
+    assert engine.capacity() == Capacity(3, 0, 0, ())  # c needs a page for its 13th token: the next step will preempt
 
 
 def test_trap_6_what_ended_requests_leave_is_no_pressure():

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from gimbal_jax.scheduler.late import Room
+from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, StepResult
 from gimbal_jax.serving.engine.prefix import page_hashes
@@ -123,7 +123,7 @@ def test_a_known_beginning_takes_no_page_twice():
     step(engine, model)
     engine.add(shared("b", 17, 2, sequence=2))  # 5 more would not fit, and 1 does
     assert schedule(engine).all == [("a", 1), ("b", 1)]
-    assert engine.room() == Room(2, 2, 2, ())
+    assert engine.capacity() == Capacity(2, 2, 2, ())
 
 
 def test_logprobs_of_a_prompt_are_computed_although_it_is_known():

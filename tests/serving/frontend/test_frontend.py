@@ -9,7 +9,7 @@ import pytest
 
 from gimbal_jax.config import DispatchConfig
 from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
-from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Output, SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend

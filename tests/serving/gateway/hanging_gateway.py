@@ -1,4 +1,4 @@
-"""Stands for smg's process: says that it is ready, twice, and then answers nobody any more."""
+"""Stand-in for the process of smg: it is ready twice, and then gives no answer."""
 
 import json
 import sys

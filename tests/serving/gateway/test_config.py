@@ -1,4 +1,4 @@
-"""The gateway's keys and arguments, and what is refused before it starts."""
+"""The gateway's keys and arguments, and the checks before its start."""
 
 import importlib.util
 import socket
@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from gimbal_jax.serving.gateway.config import GatewayConfig, check_gateway, gateway_arguments, load_http_keys
+from gimbal_jax.serving.gateway.config import (
+    GatewayConfig,
+    check_gateway,
+    gateway_arguments,
+    load_http_keys,
+    open_port_warning,
+)
 
 KEY, OTHER = "a-key-of-16-chars", "another-key-of-more/than+16=="
 
 
-def test_keys_are_named_and_comments_left_out(tmp_path):
+def test_keys_have_names_and_comments_are_ignored(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"# clients\n\n{KEY} alice  # from the office\n{OTHER}\n")
     assert load_http_keys(path) == (("alice", KEY), ("key-4", OTHER))
@@ -20,23 +26,23 @@ def test_keys_are_named_and_comments_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no key"),
-        ("# none\n", "holds no key"),
+        ("", "contains no key"),
+        ("# none\n", "contains no key"),
         ("short", "line 1: a key is at least 16"),
         (f"{KEY}:colon", "line 1: a key is at least 16"),
         (f"{KEY} na:me", "line 1: a name is letters"),
-        (f"{KEY} alice\n{KEY} bob", "line 2: the key or its name stands in the file twice"),
-        (f"{KEY} alice\n{OTHER} alice", "line 2: the key or its name stands in the file twice"),
-        (f"{KEY} alice 2030-01-01T00:00:00Z", "line 1: must be KEY .NAME.; the gateway knows no expiry"),
+        (f"{KEY} alice\n{KEY} bob", "line 2: the key or its name is in the file twice"),
+        (f"{KEY} alice\n{OTHER} alice", "line 2: the key or its name is in the file twice"),
+        (f"{KEY} alice 2030-01-01T00:00:00Z", "line 1: must be KEY .NAME.; the gateway does not support expiry"),
     ],
 )
-def test_bad_keys_are_refused_by_line_without_being_told(tmp_path, text, message):
+def test_bad_key_file_error_names_the_line_but_no_key(tmp_path, text, message):
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=message) as rejected:
         load_http_keys(path)
-    assert str(path) in str(refused.value)
-    assert KEY not in str(refused.value) and OTHER not in str(refused.value)
+    assert str(path) in str(rejected.value)
+    assert KEY not in str(rejected.value) and OTHER not in str(rejected.value)
 
 
 def test_smg_understands_every_argument():
@@ -68,7 +74,7 @@ def test_smg_understands_every_argument():
     assert (got.enable_trace, got.otlp_traces_endpoint, got.log_level) == (True, "collector:4317", "info")
 
 
-def test_what_the_user_did_not_ask_for_is_off():
+def test_unset_options_are_off():
     from smg.launch_router import parse_router_args
 
     got = parse_router_args(gateway_arguments(GatewayConfig(Path("/m"), 8000), 1, 2, "control"))
@@ -76,16 +82,33 @@ def test_what_the_user_did_not_ask_for_is_off():
     assert (got.server_cert_path, got.enable_trace, got.tool_call_parser, got.reasoning_parser) == (None, False) + (
         None,
     ) * 2
-    # Nobody may register other workers: its administration has a key even where clients need none.
+    # No client may register other workers, so the administration has a key even if clients need none.
     assert got.control_plane_api_keys
 
 
-def test_a_key_file_that_is_none_is_refused_by_its_name(tmp_path):
+def test_missing_or_binary_key_file_error_names_the_file(tmp_path):
     with pytest.raises(ValueError, match=f"http_api_key_file {tmp_path}/none: No such file"):
         load_http_keys(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=f"http_api_key_file {tmp_path}/binary"):
         load_http_keys(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", (), True),
+        ("example.com", (), True),
+        ("0.0.0.0", (("alice", KEY),), False),
+    ],
+)
+def test_open_port_off_loopback_gives_a_warning(host, keys, warns):
+    warning = open_port_warning(GatewayConfig(Path("/m"), 8000, host=host, keys=keys))
+    assert (warning is not None) == warns
+    assert warning is None or (host in warning and "--http-api-key-file" in warning)
 
 
 @pytest.fixture
@@ -94,7 +117,7 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_what_could_not_start_is_said_before(monkeypatch, model, tmp_path_factory):
+def test_check_rejects_a_gateway_that_could_not_start(monkeypatch, model, tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
@@ -108,5 +131,5 @@ def test_what_could_not_start_is_said_before(monkeypatch, model, tmp_path_factor
     with pytest.raises(ValueError, match=f"{bare} has no tokenizer.json"):
         check_gateway(GatewayConfig(bare, port))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'gimbal-jax\[gateway\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[gateway\]' in the clone, or pip install smg"):
         check_gateway(GatewayConfig(model, port))

@@ -1,4 +1,4 @@
-"""The gateway's log and who may call its port; the real one runs in tests/e2e/test_gateway.py."""
+"""The gateway's log, its restarts and the callers of its port. The real gateway runs in tests/e2e/test_gateway.py."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,11 @@ import pytest
 from gimbal_jax.serving.gateway import gateway
 from gimbal_jax.serving.gateway.config import GatewayConfig
 from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer, log_line
+from gimbal_jax.serving.network.ports import free_port
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "logged"),
     [
         ({"level": "WARN", "message": "slow", "target": "smg::x"}, "gateway: warn: slow"),
         (
@@ -24,6 +25,7 @@ from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer, log_line
         ),
         ({"level": "INFO", "message": "hello", "target": "smg::x"}, None),
         ({"level": "ERROR", "message": "request failed", "target": "smg::response"}, None),
+        ({"level": "WARN", "message": "SECURITY POSTURE: ...", "target": "smg::posture"}, None),
         ({"level": "WARN", "message": "Step failed", "target": "wfaas::event", "will_retry": True}, None),
         ("Traceback (most recent call last):", "gateway: Traceback (most recent call last):"),
         ({"level": "WARN", "message": "no", "target": "x", "model": "a\nb\x1b[2J"}, "gateway: warn: no model=a?b?[2J"),
@@ -31,8 +33,8 @@ from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer, log_line
         ("", None),
     ],
 )
-def test_its_log_is_ours_with_a_prefix(line, said):
-    assert log_line(line if isinstance(line, str) else json.dumps(line)) == said
+def test_gateway_log_gets_a_prefix_and_is_filtered(line, logged):
+    assert log_line(line if isinstance(line, str) else json.dumps(line)) == logged
 
 
 def row(local: int, remote: int, uid: int, local_host: str = "0100007F") -> str:
@@ -53,7 +55,7 @@ def row(local: int, remote: int, uid: int, local_host: str = "0100007F") -> str:
         ("unix:/tmp/socket", row(40000, 50051, os.getuid()), False),
     ],
 )
-def test_only_processes_of_our_user_are_our_own(tmp_path, peer, rows, own):
+def test_only_processes_of_our_user_and_root_are_our_own(tmp_path, peer, rows, own):
     table = tmp_path / "tcp"
     table.write_text(
         "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n" + rows
@@ -62,7 +64,7 @@ def test_only_processes_of_our_user_are_our_own(tmp_path, peer, rows, own):
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc")
-def test_a_real_connection_of_ours_is_our_own():
+def test_real_connection_of_this_process_is_our_own():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -72,28 +74,26 @@ def test_a_real_connection_of_ours_is_our_own():
     assert not is_own_peer("ipv4:127.0.0.1:1", port)
 
 
-def test_one_that_hangs_is_killed_and_started_anew(tmp_path, monkeypatch):
+def test_gateway_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
     monkeypatch.setattr(gateway, "CHILD", "tests.serving.gateway.hanging_gateway")
     monkeypatch.setattr(gateway, "HUNG_S", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    said: list[str] = []
-    again = asyncio.Event()
+    port = free_port()
+    lines: list[str] = []
+    restarted = asyncio.Event()
 
-    def say(line: str) -> None:
-        said.append(line)
-        if sum("answers on" in one for one in said) == 2:
-            again.set()
+    def log(line: str) -> None:
+        lines.append(line)
+        if sum("answers on" in one for one in lines) == 2:
+            restarted.set()
 
     async def run() -> None:
-        running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), say).run(1))
-        await asyncio.wait_for(again.wait(), 30)
+        running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), log).run(1))
+        await asyncio.wait_for(restarted.wait(), 30)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
 
     asyncio.run(run())
-    assert said[1] == "the HTTP gateway has not answered for 0.5 s: it is killed"
-    assert said[2].startswith("the HTTP gateway ended (killed by SIGKILL); it starts again")
+    assert lines[1] == "the HTTP gateway has not answered for 0.5 s: it is killed"
+    assert lines[2].startswith("the HTTP gateway ended (killed by SIGKILL); it starts again")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import DispatchConfig
-from gimbal_jax.scheduler.dispatch import Decision, DispatchRecord
+from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.scheduler.trace import idle_trace
 from gimbal_jax.serving.engine.queue import QueueHead
@@ -155,7 +155,7 @@ def test_scores_are_those_that_the_dispatcher_compares():
         dispatcher.dispatch(f"r{number}", 100 + number, 99.0, engine=number % 2)
     shown = engines(status(traces=busy), dispatcher.compensation_after(busy), (), config, 100.25)
     dispatcher.observe(busy)
-    decision, _ = dispatcher.dispatch("next", 10, 100.25)
+    decision = dispatcher.dispatch("next", 10, 100.25).decision
     assert decision.rule == "least_score"
     assert [engine["score"] for engine in shown] == list(decision.scores_S)
     for engine in (0, 1):

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from gimbal_jax.scheduler.dispatch import Decision
+from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.monitoring.metrics import STATES, metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms

@@ -1,4 +1,4 @@
-"""Lines of ended requests: what they say, that nobody forges one, and that no stream holds up requests."""
+"""Lines of ended requests: their content, their safety against forged lines, and streams that are slow or broken."""
 
 import io
 import json
@@ -19,7 +19,7 @@ ENDED = 1_800_000_000.25
 ANY_TEXT = st.text() | st.sampled_from(["a\nb", "\x1b[31m", "\u2028x", "\r\n{}", '"', "\\n", "x" * 10_000, "\udc80"])
 
 
-def test_json_has_every_field_under_its_name():
+def test_json_line_has_every_field():
     assert json.loads(json_line(ended(), ENDED)) == {
         "time": "2027-01-15T08:00:00.250Z",
         "request_id": "r-1",
@@ -40,7 +40,7 @@ def test_json_has_every_field_under_its_name():
     }
 
 
-def test_text_is_aligned_and_ends_with_what_clients_chose():
+def test_text_line_is_aligned_and_ends_with_texts_of_clients():
     never = ended(
         engine=None,
         rule="",
@@ -63,7 +63,7 @@ def test_text_is_aligned_and_ends_with_what_clients_chose():
 
 @pytest.mark.parametrize("line", [json_line, text_line])
 @given(request_id=ANY_TEXT, client=ANY_TEXT, error=ANY_TEXT, traceparent=ANY_TEXT)
-def test_no_text_of_a_client_makes_a_line_or_reaches_a_terminal(line, request_id, client, error, traceparent):
+def test_texts_of_clients_cannot_add_lines_or_control_characters(line, request_id, client, error, traceparent):
     text = line(ended(request_id=request_id, origin=Origin(client, traceparent), error=error), ENDED)
     assert text.isascii() and text.isprintable()
     assert len(text) < 8 * request_log.MAX_TEXT * 4
@@ -72,7 +72,7 @@ def test_no_text_of_a_client_makes_a_line_or_reaches_a_terminal(line, request_id
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_line_for_each_record_in_order(form):
+def test_log_has_a_line_for_each_record_in_order(form):
     stream = io.StringIO()
     log = RequestLog(stream, form, lambda: ENDED)
     for name in "abc":
@@ -92,7 +92,7 @@ class FullDisk(io.StringIO):
         return super().write(text)
 
 
-def test_a_full_disk_loses_lines_is_said_once_and_is_used_again(caplog):
+def test_full_disk_loses_lines_with_one_warning(caplog):
     disk = FullDisk()
     log = RequestLog(disk, "json", lambda: ENDED)
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_full_disk_loses_lines_is_said_once_and_is_used_again(caplog):
     ]
 
 
-def test_a_closed_pipe_ends_nothing():
+def test_closed_pipe_does_not_stop_the_log():
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
@@ -119,7 +119,7 @@ def test_a_closed_pipe_ends_nothing():
         stream.close()
 
 
-def test_a_stream_that_hangs_holds_up_nobody(monkeypatch):
+def test_stream_that_hangs_delays_no_request(monkeypatch):
     monkeypatch.setattr(request_log, "MAX_PENDING", 5)
     gate = threading.Event()
 
@@ -132,7 +132,7 @@ def test_a_stream_that_hangs_holds_up_nobody(monkeypatch):
     log = RequestLog(stream, "json", lambda: ENDED)
     for _ in range(20):
         log(ended())
-    assert 14 <= log.lost <= 15  # five wait, and one may be with the thread
+    assert 14 <= log.lost <= 15  # five wait, and the thread may have one
     log.close(timeout_s=0.05)
     gate.set()
     wait_for(lambda: len(stream.getvalue().splitlines()) + log.lost == 20)

@@ -59,7 +59,7 @@ def values(span):
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
-def test_a_request_is_a_span_with_its_phases_inside():
+def test_request_is_a_span_with_a_child_for_each_phase():
     received = sent(ended())
     (resource,) = {r.resource.SerializeToString() for request in received.received for r in request.resource_spans}
     assert b"service.name" in resource and b"tiny" in resource
@@ -91,24 +91,24 @@ def test_a_request_is_a_span_with_its_phases_inside():
     assert request.status.code == trace_pb2.Status.STATUS_CODE_UNSET
 
 
-def test_the_caller_is_the_parent():
+def test_span_of_the_caller_is_the_parent():
     spans = sent(ended(origin=Origin("c", f"00-{TRACE}-{PARENT}-01"))).spans
     (request,) = [span for span in spans if span.name == "llm_request"]
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
     assert {span.trace_id.hex() for span in spans} == {TRACE}
 
 
-def test_a_caller_that_does_not_sample_gets_no_spans():
+def test_unsampled_caller_gets_no_spans():
     assert not sent(ended(origin=Origin("c", f"00-{TRACE}-{PARENT}-00"))).spans
 
 
 @pytest.mark.parametrize("traceparent", ["nonsense", "00-0-0-00", "\n", f"ff-{TRACE}-{PARENT}-01", "é" * 100])
-def test_what_is_no_trace_context_starts_a_trace(traceparent):
+def test_invalid_traceparent_starts_a_new_trace(traceparent):
     spans = sent(ended(origin=Origin("c", traceparent))).spans
     assert len(spans) == 4 and all(span.trace_id.hex() != TRACE for span in spans)
 
 
-def test_errors_are_marked():
+def test_error_sets_the_status_of_the_span():
     spans = sent(ended(outcome="error", error="its logits are not finite", first_token_s=None)).spans
     (request,) = [span for span in spans if span.name == "llm_request"]
     assert request.status.code == trace_pb2.Status.STATUS_CODE_ERROR
@@ -124,16 +124,16 @@ def test_errors_are_marked():
         (ended(), [("queue", 0.0, 0.25), ("prefill", 0.25, 1.0), ("decode", 1.0, 3.0)]),
     ],
 )
-def test_phases_follow_each_other_as_far_as_the_request_came(record, expected):
+def test_phases_end_with_the_last_one_that_the_request_reached(record, expected):
     assert list(phases(record)) == expected
 
 
-def test_an_endpoint_without_a_scheme_is_refused():
+def test_endpoint_without_a_scheme_is_rejected():
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         tracer("127.0.0.1:4317", "tiny")
 
 
-def test_a_missing_package_is_named_and_nothing_loads_it_before():
+def test_opentelemetry_is_loaded_late_and_named_if_missing():
     program = f"""
 import sys
 from gimbal_jax.serving.monitoring import tracing

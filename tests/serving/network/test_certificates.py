@@ -1,4 +1,4 @@
-"""Which certificates a client takes that was given one. Bad files: ``test_tls``."""
+"""Which server certificates a pinned client accepts. test_tls has the tests of bad files."""
 
 import contextlib
 import shutil
@@ -26,7 +26,7 @@ def files(authority, name):
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
-    """The version that was agreed on; raises what the client says against the server's certificate."""
+    """Return the TLS version of a handshake. Raises if the client rejects the server's certificate."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
     for end in (*ends, *ends):
@@ -35,7 +35,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
     return ends[0].version()
 
 
-def test_the_one_certificate_is_taken_and_spoken_to_by_tls_1_3_alone(authority):
+def test_pinned_certificate_is_accepted_with_tls_1_3_only(authority):
     cert, key = files(authority, "server")
     assert handshake(leader_tls(cert, key), follower_tls(cert)) == "TLSv1.3"
     old = pinned_context("command_cert", cert)
@@ -44,7 +44,7 @@ def test_the_one_certificate_is_taken_and_spoken_to_by_tls_1_3_alone(authority):
         handshake(leader_tls(cert, key), old)
 
 
-def test_another_one_of_the_same_authority_is_not_even_where_the_file_holds_the_authority(authority, tmp_path):
+def test_other_certificate_of_the_same_authority_is_rejected(authority, tmp_path):
     chain = tmp_path / "chain.pem"
     chain.write_bytes(files(authority, "server")[0].read_bytes() + authority.pem.read_bytes())
     client = pinned_context("command_cert", chain)
@@ -55,7 +55,7 @@ def test_another_one_of_the_same_authority_is_not_even_where_the_file_holds_the_
         handshake(sibling, client)
 
 
-def test_errors_name_the_field_they_are_given(authority, tmp_path):
+def test_errors_name_the_field(authority, tmp_path):
     cert, key = files(authority, "server")
     with pytest.raises(ValueError, match=r"command_cert .*none: No such file"):
         follower_tls(tmp_path / "none")
@@ -63,5 +63,5 @@ def test_errors_name_the_field_they_are_given(authority, tmp_path):
         leader_tls(cert, tmp_path / "none")
     with pytest.raises(ValueError, match=r"command_key .*sibling\.key: is not the key of command_cert .*server\.pem"):
         leader_tls(cert, files(authority, "sibling")[1])
-    with pytest.raises(ValueError, match=r"command_cert .*server\.key: holds no certificate"):
+    with pytest.raises(ValueError, match=r"command_cert .*server\.key: contains no certificate"):
         leader_tls(key, key)

@@ -1,4 +1,4 @@
-"""API keys and the limits of each client, over real sockets."""
+"""API keys and limits of each client, over real sockets."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def key_file(tmp_path):
     "peer, client",
     [("ipv4:10.0.0.7:5012", "10.0.0.7"), ("ipv6:%5Bfe80::1%25eth0%5D:5012", "fe80::1%eth0"), ("", "")],
 )
-def test_an_address_has_no_port(peer, client):
+def test_address_of_a_peer_has_no_port(peer, client):
     assert access._address(peer) == client
 
 
@@ -58,7 +58,7 @@ def run(test, core, config, **options):
 
 
 async def outcome(call):
-    """The status code of a call and its text."""
+    """Return the status code of a call and its text."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -91,7 +91,7 @@ def calls_of_every_kind(channel, metadata):
     ]
 
 
-def test_right_wrong_missing_and_expired_keys_at_every_service(key_file):
+def test_every_service_requires_a_valid_key(key_file):
     async def test(channel):
         async def outcomes(metadata):
             return [await outcome(call) for call in calls_of_every_kind(channel, metadata)]
@@ -113,7 +113,7 @@ def test_right_wrong_missing_and_expired_keys_at_every_service(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file), wall_clock=lambda: EXPIRY)
 
 
-def test_a_refused_call_that_sends_nothing_ends_too(key_file):
+def test_rejected_call_that_sends_nothing_ends(key_file):
     async def test(channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         code, _ = await outcome(stub.ServerReflectionInfo(says_nothing()))
@@ -134,7 +134,7 @@ def test_health_needs_no_key(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
 
 
-def test_an_unknown_method_is_unimplemented_for_those_who_may_call(key_file):
+def test_unknown_method_is_unimplemented_with_a_valid_key(key_file):
     async def test(channel):
         method = channel.unary_unary("/no.Service/Method")
         assert (await outcome(method(b"", metadata=bearer(KEY))))[0] is CODES.UNIMPLEMENTED
@@ -154,7 +154,7 @@ def test_streams_of_each_client_are_limited(key_file):
             CODES.RESOURCE_EXHAUSTED,
             "alice has 3 requests already (max_streams_per_client)",
         )
-        # Other clients, and other calls of this one, go on.
+        # Other clients and other calls of this client are not limited.
         live.append(asyncio.create_task(outcome(stub.Generate(request(), metadata=bearer(OTHER_KEY)))))
         await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer(KEY))
         await until(lambda: len(core.live) == 4)
@@ -168,7 +168,7 @@ def test_streams_of_each_client_are_limited(key_file):
     run(test, core, NetworkConfig(port=0, api_keys=key_file, max_streams_per_client=3))
 
 
-def test_without_keys_clients_are_their_addresses():
+def test_without_keys_a_client_is_its_address():
     core = FakeCore(paused=True)
 
     async def test(channel):
@@ -183,7 +183,7 @@ def test_without_keys_clients_are_their_addresses():
     run(test, core, NetworkConfig(port=0, max_streams_per_client=1))
 
 
-def test_long_messages_and_metadata_are_refused():
+def test_long_messages_and_metadata_are_rejected():
     async def test(channel):
         stub = pb_grpc.VllmEngineStub(channel)
         text = "x" * 2**20
@@ -191,7 +191,7 @@ def test_long_messages_and_metadata_are_refused():
         assert code is CODES.RESOURCE_EXHAUSTED and "larger than max" in details
         code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * network.MAX_METADATA_BYTES),)))
         assert code is CODES.RESOURCE_EXHAUSTED
-        for _ in range(20):  # grpc's own default refuses some of those that come near the limit
+        for _ in range(20):  # gRPC's default rejects some calls near the limit
             assert await outcome(stub.Generate(request(), metadata=(("k", "x" * 15_000),))) == (CODES.OK, "")
 
     run(test, FakeCore(), NetworkConfig(port=0, max_message_mib=1))

@@ -25,6 +25,7 @@ from gimbal_jax.serving.rpc.parsing import (
     max_prompt_tokens,
     parse_generate,
 )
+from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 from tests.serving.fake_server import CONFIG, MODEL, write_model_folder
 
@@ -43,8 +44,11 @@ class Tokens:
         return [ord(char) for char in text]
 
 
-class Compiler:
+class Compiler(Constraints):
     """Constraints that know one schema."""
+
+    def __init__(self):
+        pass
 
     def compile(self, params):
         if params.json_schema != "{}":

@@ -1,4 +1,4 @@
-"""KV events through gRPC: a subscriber that applies them knows what the engines hold, whenever it comes."""
+"""KV events over gRPC: a subscriber that applies them knows the pages of each engine, whenever it subscribes."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,10 @@ Code = grpc.StatusCode
 
 
 class Subscriber:
-    """Applies batches as the gateway does: numbers of an engine must follow one another, parents come before."""
+    """A subscriber that applies batches as the gateway does.
+
+    Numbers of an engine must be consecutive, and parents must come before their children.
+    """
 
     def __init__(self, client, start=0):
         self.held_S: list[dict[int, Any]] = [{}, {}]
@@ -55,7 +58,7 @@ class Subscriber:
                 parent = block.block_hash
 
     def knows(self, *pages_S):
-        """Whether it knows exactly these pages of each engine."""
+        """Return whether it knows exactly these pages of each engine."""
         return self.held_S == [
             {block_hash(page.hash): (block_hash(page.parent) if page.parent else None, page.tokens) for page in pages}
             for pages in pages_S
@@ -72,7 +75,7 @@ async def subscribed(client, start=0):
 
 
 @with_server(wall_clock=lambda: 1000.0)
-async def test_a_subscriber_learns_the_present_and_then_every_change(core, client):
+async def test_subscriber_gets_a_snapshot_and_then_every_change(core, client):
     core.tell(stored(0, *A))
     core.tell(stored(1, *C), removed(0, A[2]))
     async with subscribed(client) as early:
@@ -99,7 +102,7 @@ async def test_a_subscriber_learns_the_present_and_then_every_change(core, clien
 
 
 @with_server()
-async def test_going_on_from_any_number_that_is_kept(core, client):
+async def test_subscription_continues_from_every_number_that_is_kept(core, client):
     async with subscribed(client) as whole:
         await whole.read(2)
         begin = whole.last_S[0]
@@ -110,7 +113,7 @@ async def test_going_on_from_any_number_that_is_kept(core, client):
     for start in range(begin, begin + 6):
         async with subscribed(client, start) as later:
             later.held_S[1] = dict.fromkeys(block_hash(page.hash) for page in (*A, *B))  # the parents of what it missed
-            await later.call.initial_metadata()  # comes also where nothing was missed
+            await later.call.initial_metadata()  # comes even if nothing was missed
             missed = 2 * (begin + 5 - start)
             await later.read(missed)
             for late, early in zip(later.batches, whole.batches[len(whole.batches) - missed :], strict=True):
@@ -122,7 +125,7 @@ async def test_going_on_from_any_number_that_is_kept(core, client):
 
 
 @with_server()
-async def test_a_long_snapshot_comes_in_pieces_whose_numbers_end_at_the_present(core, client):
+async def test_long_snapshot_comes_in_chunks_that_end_at_the_last_number(core, client):
     texts = [pages_of([text] * 4) for text in range(10)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_events, "CHUNK_PAGES", 3)
@@ -138,7 +141,7 @@ async def test_a_long_snapshot_comes_in_pieces_whose_numbers_end_at_the_present(
 
 
 @with_server()
-async def test_a_subscriber_that_falls_behind_is_told_and_holds_nothing_up(core, client):
+async def test_subscriber_that_falls_behind_gets_data_loss(core, client):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "LOG_PAGES", 8)
         async with subscribed(client) as slow:

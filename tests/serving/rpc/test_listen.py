@@ -1,4 +1,4 @@
-"""Opening the gRPC port, and what is said of it."""
+"""Opening the gRPC port, and the warnings about it."""
 
 import asyncio
 import socket
@@ -12,39 +12,39 @@ from tests.serving.fake_server import NO_FILES, FakeCore, running_server
 
 
 @pytest.mark.parametrize(
-    "host, fields, mode, said",
+    "host, fields, mode, parts",
     [
         ("127.0.0.1", (), 0o600, []),
         ("::1", (), 0o600, []),
         ("localhost", (), 0o600, []),
         ("127.0.0.1", ["api_keys"], 0o640, []),
-        ("127.0.0.1", ["api_keys"], 0o644, ["every user of this machine can read it"]),
-        ("0.0.0.0", (), 0o600, ["everyone who reaches 0.0.0.0 may call"]),
-        ("::", (), 0o600, ["everyone who reaches :: may call"]),
-        ("0.0.0.0", ["api_keys"], 0o600, ["API keys come to 0.0.0.0 in plain text"]),
+        ("127.0.0.1", ["api_keys"], 0o644, ["every user of this host can read it"]),
+        ("0.0.0.0", (), 0o600, ["host 0.0.0.0: every client that reaches it may call"]),
+        ("::", (), 0o600, ["host ::: every client that reaches it may call"]),
+        ("0.0.0.0", ["api_keys"], 0o600, ["host 0.0.0.0: clients send their API keys in plain text"]),
         ("0.0.0.0", ["api_keys", "tls_cert", "tls_key"], 0o600, []),
         ("0.0.0.0", ["tls_cert", "tls_key", "tls_client_ca"], 0o600, []),
-        ("0.0.0.0", ["tls_cert", "tls_key"], 0o644, ["tls_key", "everyone who"]),
+        ("0.0.0.0", ["tls_cert", "tls_key"], 0o644, ["tls_key", "every client"]),
     ],
 )
-def test_what_an_operator_may_not_know(tmp_path, host, fields, mode, said):
+def test_warnings_name_readable_keys_and_open_addresses(tmp_path, host, fields, mode, parts):
     path = tmp_path / "file"
     path.touch(mode)
     path.chmod(mode)
     found = list(warnings(NetworkConfig(host, **dict.fromkeys(fields, path))))
-    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True))
+    assert len(found) == len(parts) and all(part in text for part, text in zip(parts, found, strict=True))
 
 
-def test_it_is_logged_at_the_start(caplog):
+def test_warnings_are_logged_at_the_start(caplog):
     async def test():
         async with asyncio.timeout(20), running_server(FakeCore(), network=NetworkConfig("0.0.0.0", 0)):
             pass
 
     asyncio.run(test())
-    assert "everyone who reaches 0.0.0.0 may call" in caplog.text
+    assert "host 0.0.0.0: every client that reaches it may call" in caplog.text
 
 
-def test_a_network_is_checked_before_there_is_a_core(tmp_path):
+def test_network_is_checked_without_a_core(tmp_path):
     check_network(NetworkConfig(port=0))
     check_network(NetworkConfig("::1", port=0))
     with pytest.raises(ValueError, match="api_keys"):
@@ -53,7 +53,7 @@ def test_a_network_is_checked_before_there_is_a_core(tmp_path):
         check_network(NetworkConfig(port=0, tls_cert=tmp_path / "nothing"))
 
 
-def test_a_process_of_ours_is_not_pinged_and_may_be_busy_for_long():
+def test_local_options_have_no_keepalive():
     def pings(options):
         return {name for name, _ in options if "keepalive" in name or "ping_timeout" in name}
 
@@ -63,7 +63,7 @@ def test_a_process_of_ours_is_not_pinged_and_may_be_busy_for_long():
     assert limit in local_options(network) and limit in grpc_options(network)
 
 
-def test_taken_port_is_refused():
+def test_taken_port_is_rejected():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

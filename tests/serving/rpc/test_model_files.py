@@ -5,7 +5,7 @@ from gimbal_jax.serving.rpc.model_files import load_model_files
 from tests.serving.fake_server import write_model_folder
 
 
-def test_folder_with_a_tokenizer(tmp_path):
+def test_folder_with_tokenizer_gives_archive_and_defaults(tmp_path):
     folder = tmp_path / "tiny-moe"
     folder.mkdir()
     write_model_folder(folder)
@@ -20,7 +20,7 @@ def test_folder_with_a_tokenizer(tmp_path):
     assert load_model_files(folder, "other").name == "other"
 
 
-def test_archive_depends_on_contents_only(tmp_path):
+def test_archive_does_not_depend_on_dates(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
         folder.mkdir()
@@ -30,7 +30,7 @@ def test_archive_depends_on_contents_only(tmp_path):
     assert load_model_files(first).archive == load_model_files(second).archive
 
 
-def test_folder_without_a_tokenizer(tmp_path):
+def test_folder_without_tokenizer_gives_an_empty_archive(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     files = load_model_files(tmp_path)
     assert (files.tokenizer, files.archive, files.sampling_defaults) == (None, b"", {})

@@ -43,7 +43,7 @@ def openssl(folder, *words):
 
 
 class Authority:
-    """Signs certificates; files are NAME.pem and NAME.key in its folder."""
+    """An authority that signs certificates. Its files are NAME.pem and NAME.key in its folder."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name
@@ -89,7 +89,7 @@ def tls_of(authority, **more):
 
 
 def credentials(authority, client=None):
-    """Of a client that trusts ``authority``, with the certificate of an authority called ``client``."""
+    """Return the credentials of a client that trusts ``authority``. ``client`` signed its own certificate."""
     own = [(client.folder / f"client.{end}").read_bytes() for end in ("key", "pem")] if client else (None, None)
     return grpc.ssl_channel_credentials(authority.pem.read_bytes(), *own)
 
@@ -105,7 +105,7 @@ def run(test, config, core=None, **options):
 
 
 async def call_with(channel, metadata=None):
-    """Outcome of a unary and of a streaming call, neither of which may take long."""
+    """Return the outcome of a unary and a streaming call, which must be equal and come within 5 s."""
     stub = pb_grpc.VllmEngineStub(channel)
     async with channel, asyncio.timeout(5):
         unary = await outcome(stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata))
@@ -114,7 +114,7 @@ async def call_with(channel, metadata=None):
     return unary
 
 
-def test_clients_that_trust_its_authority_are_served_and_no_others(authority, stranger):
+def test_server_serves_only_clients_that_trust_its_authority(authority, stranger):
     async def test(port):
         good = grpc.aio.secure_channel(f"localhost:{port}", credentials(authority))
         assert await call_with(good) == (CODES.OK, "")
@@ -128,7 +128,7 @@ def test_clients_that_trust_its_authority_are_served_and_no_others(authority, st
     run(test, tls_of(authority))
 
 
-def test_a_tls_client_on_a_plain_port_fails_at_once(authority):
+def test_tls_client_on_a_plain_port_fails_immediately(authority):
     async def test(port):
         channel = grpc.aio.secure_channel(f"localhost:{port}", credentials(authority))
         assert (await call_with(channel))[0] is CODES.UNAVAILABLE
@@ -136,7 +136,7 @@ def test_a_tls_client_on_a_plain_port_fails_at_once(authority):
     run(test, NetworkConfig(port=0))
 
 
-def test_a_self_made_certificate_serves_those_who_trust_it(tmp_path):
+def test_self_signed_certificate_serves_clients_that_trust_it(tmp_path):
     server = Authority(tmp_path, "server")
     own = ("-key", "server.key", "-out", "server.pem", "-subj", "/CN=me", "-addext", "subjectAltName=DNS:localhost")
     openssl(tmp_path, "req", "-x509", *own)
@@ -148,7 +148,7 @@ def test_a_self_made_certificate_serves_those_who_trust_it(tmp_path):
     run(test, tls_of(server))
 
 
-def test_mutual_tls_wants_a_certificate_of_its_authority(authority, stranger):
+def test_mutual_tls_requires_a_certificate_of_its_authority(authority, stranger):
     records: list[RequestRecord] = []
 
     async def test(port):
@@ -160,7 +160,7 @@ def test_mutual_tls_wants_a_certificate_of_its_authority(authority, stranger):
     assert [record.origin.client for record in records] == ["client"]  # the certificate's common name
 
 
-def test_a_certificate_names_the_client_that_is_limited(authority):
+def test_stream_limit_counts_by_certificate_name(authority):
     core = FakeCore(paused=True)
 
     async def test(port):
@@ -176,7 +176,7 @@ def test_a_certificate_names_the_client_that_is_limited(authority):
     run(test, tls_of(authority, tls_client_ca=authority.pem, max_streams_per_client=1), core)
 
 
-def test_keys_over_tls(authority, tmp_path):
+def test_keys_are_checked_over_tls(authority, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("right-key-0123456789 alice")
     keys.chmod(0o600)
@@ -194,23 +194,26 @@ def test_half_open_connections_do_not_block_others_and_are_closed(authority, mon
 
     async def test(port):
         silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(20)]
-        silent[0].sendall(b"\x16\x03\x01\x02\x00\x01")  # the start of a greeting, and no more
+        silent[0].sendall(b"\x16\x03\x01\x02\x00\x01")  # the start of a TLS handshake only
         channel = grpc.aio.secure_channel(f"localhost:{port}", credentials(authority))
         assert await call_with(channel) == (CODES.OK, "")
         for connection in silent:
             with connection:
-                assert await asyncio.to_thread(connection.recv, 1) in (b"", b"\x15")  # closed, or told so before
+                assert await asyncio.to_thread(connection.recv, 1) in (
+                    b"",
+                    b"\x15",
+                )  # closed, or alert
 
     run(test, tls_of(authority))
 
 
 @pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("content", [None, "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_a_missing_or_broken_file_is_named(authority, tmp_path, which, content):
+def test_missing_or_broken_file_error_names_the_file(authority, tmp_path, which, content):
     path = tmp_path / "file"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=f"{which} .*file: " + ("No such file" if content is None else "holds no")):
+    with pytest.raises(ValueError, match=f"{which} .*file: " + ("No such file" if content is None else "contains no")):
         server_credentials(dataclasses.replace(tls_of(authority, tls_client_ca=authority.pem), **{which: path}))
 
 
@@ -221,16 +224,16 @@ def test_a_missing_or_broken_file_is_named(authority, tmp_path, which, content):
         ({"tls_key": "server.key"}, "must be given together"),
         ({"tls_client_ca": "ca.pem"}, "tls_client_ca needs tls_cert"),
         ({"tls_cert": "server.pem", "tls_key": "client.key"}, "client.key: is not the key of tls_cert .*server.pem"),
-        ({"tls_cert": "server.key", "tls_key": "server.key"}, "tls_cert .*server.key: holds no certificate"),
-        ({"tls_cert": "server.pem", "tls_key": "server.pem"}, "tls_key .*server.pem: holds no private key"),
+        ({"tls_cert": "server.key", "tls_key": "server.key"}, "tls_cert .*server.key: contains no certificate"),
+        ({"tls_cert": "server.pem", "tls_key": "server.pem"}, "tls_key .*server.pem: contains no private key"),
     ],
 )
-def test_files_that_do_not_belong_together_are_refused(authority, fields, complaint):
+def test_files_that_do_not_belong_together_are_rejected(authority, fields, complaint):
     with pytest.raises(ValueError, match=complaint):
         server_credentials(NetworkConfig(**{name: authority.folder / file for name, file in fields.items()}))
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked(authority, tmp_path):
+def test_encrypted_key_is_rejected_without_a_password_prompt(authority, tmp_path):
     encrypted = tmp_path / "encrypted.key"
     openssl(authority.folder, "pkey", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", encrypted)
     with pytest.raises(ValueError, match=r"encrypted\.key: is encrypted"):
@@ -244,13 +247,13 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(authority, tmp_path):
         (("20900101000000Z", "20910101000000Z"), "certificate is not yet valid"),
     ],
 )
-def test_a_certificate_out_of_date_is_refused(authority, dates, complaint):
+def test_certificate_out_of_date_is_rejected(authority, dates, complaint):
     cert, key = authority.sign("old", *dates)
-    with pytest.raises(ValueError, match=f"tls_cert .*old.pem: clients will refuse it: {complaint}"):
+    with pytest.raises(ValueError, match=f"tls_cert .*old.pem: clients will reject it: {complaint}"):
         server_credentials(NetworkConfig(tls_cert=cert, tls_key=key))
 
 
-def test_a_chain_with_its_authority_is_good(authority, tmp_path):
+def test_chain_with_its_authority_is_accepted(authority, tmp_path):
     chain = tmp_path / "chain.pem"
     chain.write_bytes((authority.folder / "server.pem").read_bytes() + authority.pem.read_bytes())
     assert server_credentials(NetworkConfig(tls_cert=chain, tls_key=authority.folder / "server.key")) is not None

@@ -1,4 +1,4 @@
-"""Bytes that are no message, over a socket."""
+"""Request bytes that cannot be parsed, over a socket."""
 
 import asyncio
 
@@ -26,13 +26,13 @@ def answer(method: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("method", "data"), [*CASES, (METHODS[0], NOT_UTF8), (METHODS[1], NOT_UTF8)])
-def test_no_message_is_the_clients_fault(method, data, caplog):
-    with pytest.raises(grpc.RpcError) as refused:
+def test_malformed_request_is_an_invalid_argument(method, data, caplog):
+    with pytest.raises(grpc.RpcError) as rejected:
         answer(method, data)
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "the request is no message" in refused.value.details()
+    assert rejected.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request cannot be parsed" in rejected.value.details()
     assert not caplog.records
 
 
-def test_no_bytes_are_a_message():
+def test_empty_bytes_are_an_empty_request():
     assert answer("/vllm.grpc.engine.VllmEngine/HealthCheck", b"")

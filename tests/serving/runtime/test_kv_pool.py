@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import pytest
 
-from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
+from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.model.memory import device_bytes
+from gimbal_jax.model.memory import device_bytes, migration_bytes
 from gimbal_jax.serving.runtime.batch import step_buckets
 from gimbal_jax.serving.runtime.kv_pool import size_kv_pool
 
@@ -46,6 +46,18 @@ def test_gpus_give_all_that_they_have_left(capability, backend):
     assert sized == replace(config, engine=replace(config.engine, num_pages=pages))
     assert f"{pages:,} pages, {pages * 64:,} tokens" in said
     assert "76.0 GB of each device: 16.0 weights" in said
+
+
+def test_static_placement_leaves_the_buffers_of_moves_to_the_cache():
+    limit = 76_000_000_000
+    static = replace(CONFIG, placement=PlacementConfig("static"))
+    moving, still, started = (
+        size_kv_pool(MODEL, config, gpu(limit), start_placement=start)[0].engine.num_pages
+        for config, start in ((CONFIG, False), (static, False), (static, True))
+    )
+    page = device_bytes(MODEL, CONFIG, (128, 128)).page
+    assert (still - moving) * page == pytest.approx(migration_bytes(MODEL, CONFIG.mesh, 2), abs=page)
+    assert started == moving  # experts move to the start placement
 
 
 def test_cpus_keep_the_default():

@@ -22,7 +22,7 @@ def profiler(tmp_path):
 
 
 @pytest.mark.parametrize("output_dir", [None, "", "night/run_1.2"])
-def test_a_trace_is_written_where_the_answer_says(profiler, tmp_path, output_dir):
+def test_trace_is_in_the_folder_that_stop_returns(profiler, tmp_path, output_dir):
     assert start(profiler, output_dir=output_dir).success
     jnp.arange(8).sum().block_until_ready()
     answer = profiler.stop()
@@ -33,18 +33,18 @@ def test_a_trace_is_written_where_the_answer_says(profiler, tmp_path, output_dir
     assert trace.stat().st_size > 1000
 
 
-def test_one_trace_at_a_time(profiler):
+def test_only_one_trace_runs_at_a_time(profiler):
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda n: start(profiler, output_dir=f"run{n}"), range(4)))
     assert sorted(answer.success for answer in answers) == [False, False, False, True]
-    refused = next(answer for answer in answers if not answer.success)
-    assert "running already" in refused.message
+    rejected = next(answer for answer in answers if not answer.success)
+    assert "running already" in rejected.message
     assert profiler.stop().success
     assert not profiler.stop().success
     assert start(profiler).success
 
 
-def test_a_trace_that_another_part_of_the_process_runs_is_left_alone(profiler, tmp_path):
+def test_stop_does_not_end_a_trace_of_another_part_of_the_process(profiler, tmp_path):
     jax.profiler.start_trace(tmp_path / "other")
     try:
         answer = start(profiler)
@@ -66,13 +66,13 @@ def test_output_dir_stays_within_the_folder(profiler, tmp_path, output_dir):
     assert profiler.stop().message == "no trace is running"
 
 
-def test_a_folder_that_cannot_be_written_is_no_failure_of_the_server(tmp_path):
+def test_unwritable_folder_gives_a_response_without_success(tmp_path):
     (tmp_path / "file").write_text("")
     answer = start(Profiler(tmp_path / "file"))
     assert not answer.success and "no trace was started" in answer.message
 
 
-def test_a_trace_that_cannot_be_written_is_lost_and_the_next_one_is_not(profiler, tmp_path):
+def test_failed_write_loses_only_its_own_trace(profiler, tmp_path):
     assert start(profiler, output_dir="run").success
     (tmp_path / "profiles" / "run").rmdir()
     (tmp_path / "profiles" / "run").write_text("")
@@ -93,11 +93,11 @@ def test_a_trace_that_cannot_be_written_is_lost_and_the_next_one_is_not(profiler
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_is_not_supported_is_named(profiler, fields):
+def test_unsupported_field_is_named(profiler, fields):
     with pytest.raises(Unsupported, match=next(iter(fields))):
         start(profiler, **fields)
 
 
-def test_every_field_of_the_request_is_known():
+def test_every_field_of_the_request_is_covered():
     names = set(common_pb2.StartProfileRequest.DESCRIPTOR.fields_by_name)
     assert names == {"output_dir", *_UNSUPPORTED}

@@ -26,7 +26,7 @@ WORDS = [
 
 
 def make_tokenizer():
-    """Byte-level BPE of some words; id 0 and 1 are its special tokens."""
+    """Return a byte-level BPE of some words. Ids 0 and 1 are its special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +72,7 @@ def allowed_ids(sequence):
 
 
 def walk(sequence, choose, most=400):
-    """Tokens that ``choose`` picks of the allowed ones, up to an end token; None if there is none within ``most``."""
+    """Return the allowed tokens that ``choose`` picks, up to an end token; None without an end in ``most`` tokens."""
     tokens: list[int] = []
     while len(tokens) < most:
         token = choose(allowed_ids(sequence))
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_random_tokens_write_is_as_asked(case):
+def test_random_allowed_tokens_satisfy_the_constraint(case):
     constraint, is_valid = CASES[case]
     new_grammar = compiled(**constraint)
     texts = set()
@@ -135,7 +135,7 @@ def test_what_random_tokens_write_is_as_asked(case):
     assert len(texts) > 2
 
 
-def test_json_object():
+def test_json_object_allows_objects_only():
     (opening,) = allowed_ids(sequence := grammar_of(json_object=True))[:1]
     assert TOKENIZER.decode([opening]).startswith("{")
     for token in TOKENIZER.encode('{"name": [1, {"age": true}]}').ids:
@@ -144,7 +144,7 @@ def test_json_object():
     assert allowed_ids(sequence) == list(ENDS)
 
 
-def test_end_tokens_are_allowed_exactly_where_the_output_may_end():
+def test_end_tokens_are_allowed_exactly_if_the_output_may_end():
     sequence = grammar_of(regex="a(bb)?")
     ends = []
     for text in "abb":
@@ -157,7 +157,7 @@ def test_end_tokens_are_allowed_exactly_where_the_output_may_end():
 
 @pytest.mark.parametrize("complete", ["a", "ab"])
 def test_after_the_end_only_end_tokens_are_allowed(complete):
-    """Where they are not the engine's stop tokens (``ignore_eos``), they fill the output."""
+    """With ``ignore_eos`` they do not stop the sequence, and fill the output."""
     sequence = grammar_of(regex="ab?")
     for token in [*TOKENIZER.encode(complete).ids, ENDS[1], ENDS[0], ENDS[1]]:
         assert token in allowed_ids(sequence)
@@ -165,7 +165,7 @@ def test_after_the_end_only_end_tokens_are_allowed(complete):
     assert allowed_ids(sequence) == list(ENDS)
 
 
-def test_white_space_of_json_ends_however_much_a_model_likes_it():
+def test_white_space_of_json_is_bounded():
     blank = {id for token, id in TOKENIZER.get_vocab().items() if re.fullmatch("[ĠĊĉ]+", token)}
     assert len(blank) > 4
     sequence, run, longest = grammar_of(json_schema=json.dumps({"type": "array", "items": {"type": "null"}})), 0, 0
@@ -178,7 +178,7 @@ def test_white_space_of_json_ends_however_much_a_model_likes_it():
     assert 1 < longest <= 33
 
 
-def test_a_schema_may_choose_its_white_space():
+def test_schema_can_set_its_white_space():
     schema = {
         "x-guidance": {"whitespace_pattern": "\n{3}"},
         "type": "array",
@@ -203,7 +203,7 @@ def test_sequences_of_one_request_are_independent():
         assert tokens[: len(expected)] == expected and tokens[len(expected)] in ENDS
 
 
-def test_a_token_that_is_not_allowed_raises():
+def test_token_that_is_not_allowed_raises():
     sequence = grammar_of(regex="ab")
     with pytest.raises(ValueError, match="doesn't satisfy"):
         sequence.accept(TOKENIZER.token_to_id("b"))
@@ -211,23 +211,23 @@ def test_a_token_that_is_not_allowed_raises():
         sequence.allowed()
 
 
-def test_a_dead_end_raises_instead_of_ending_the_output():
+def test_dead_end_raises_instead_of_ending_the_output():
     new_grammar = compiled(grammar=f'start: "{"x" * 20}" A\nA: /a/ & /b/')
     sequence, other = new_grammar(), new_grammar()
     for _ in range(20):
         sequence.accept(TOKENIZER.token_to_id("x"))
-    with pytest.raises(ValueError, match="no text goes on"):
+    with pytest.raises(ValueError, match="no text can follow"):
         sequence.allowed()
     assert allowed_ids(other) == [TOKENIZER.token_to_id("x")]
 
 
-def test_the_model_chooses_the_tokens_of_a_text_that_must_come():
-    """Otherwise the library tokenizes all of it at every step: 0.1 s for these few bytes, with a large vocabulary."""
+def test_model_chooses_the_tokens_of_a_forced_text():
+    """Otherwise the library tokenizes all of it at every step, 0.1 s for these few bytes with a large vocabulary."""
     tokens = allowed_ids(grammar_of(regex="(the quick brown fox){100000}"))
     assert {"t", "the"} <= {TOKENIZER.decode([token]) for token in tokens}
 
 
-def test_an_ambiguous_grammar_is_stopped_before_its_steps_take_long():
+def test_ambiguous_grammar_reaches_a_limit_before_its_steps_take_long():
     sequence, a, slowest = grammar_of(grammar='start: s\ns: s s s | s s | "a" | ""'), TOKENIZER.token_to_id("a"), 0.0
     with pytest.raises(ValueError, match="items"):
         for _ in range(100):
@@ -238,7 +238,7 @@ def test_an_ambiguous_grammar_is_stopped_before_its_steps_take_long():
     assert slowest < 0.5  # 0.02 here, seconds without the limit
 
 
-def test_a_request_that_reaches_a_limit_leaves_the_next_one_whole(monkeypatch):
+def test_limit_reached_by_one_request_does_not_affect_the_next(monkeypatch):
     monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False))
     for seed in range(2):
         sequence, choose, steps = grammar_of(regex="(a|b)*a(a|b){60}"), at_random(seed), 0
@@ -266,12 +266,12 @@ def test_a_request_that_reaches_a_limit_leaves_the_next_one_whole(monkeypatch):
     ],
     ids=range(8),
 )
-def test_refusals_name_the_field_and_the_reason(constraint, message):
+def test_rejection_names_the_field_and_the_reason(constraint, message):
     with pytest.raises(InvalidField, match=message):
         CONSTRAINTS.compile(params(**constraint))
 
 
-def test_a_structural_tag_is_not_supported():
+def test_structural_tag_is_not_supported():
     with pytest.raises(Unsupported, match=r"sampling_params\.structural_tag"):
         CONSTRAINTS.compile(params(structural_tag="{}"))
 
@@ -288,19 +288,19 @@ def word_level():
         ("\n" + word_level(), (9,), "cannot read"),
     ],
 )
-def test_a_model_that_cannot_have_grammars_refuses_them(tokenizer, ends, reason):
+def test_model_without_grammars_rejects_constraints(tokenizer, ends, reason):
     constraints = Constraints(tokenizer, VOCABULARY, ends)
     assert constraints.compile(pb.SamplingParams()) is None
     with pytest.raises(Unsupported, match=reason):
         constraints.compile(params(regex="a"))
 
 
-def test_without_a_constraint_there_is_no_grammar():
+def test_request_without_constraint_has_no_grammar():
     assert CONSTRAINTS.compile(pb.SamplingParams(temperature=1)) is None
     assert CONSTRAINTS.compile(params(json_object=False)) is None
 
 
-def test_a_text_is_checked_once(monkeypatch):
+def test_constraint_is_checked_once(monkeypatch):
     texts = []
 
     def check(kind, text):

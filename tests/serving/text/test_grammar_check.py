@@ -9,7 +9,7 @@ from gimbal_jax.serving.text.grammar_check import MAX_CPU_S, checked
 
 
 def chain_of_references(length):
-    """A schema within which definition n holds definition n + 1."""
+    """Return a schema in which definition n refers to definition n + 1."""
     definitions = {
         f"d{n}": {"type": "object", "properties": {"next": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)
     }
@@ -26,7 +26,7 @@ def chain_of_references(length):
         ("grammar", 'root ::= "a" digit+\ndigit ::= [0-9]'),
     ],
 )
-def test_what_can_be_compiled_gives_a_grammar(kind, text):
+def test_valid_constraint_gives_a_grammar(kind, text):
     assert checked(kind, text)
 
 
@@ -42,20 +42,20 @@ def test_what_can_be_compiled_gives_a_grammar(kind, text):
         ("regex", r"(a)\1", "backreference"),
         ("regex", "(" * 1000 + ")" * 1000, "invalid regex"),
         ("grammar", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "nested"),
-        ("grammar", "start: A\nA: /a/ & /b/", "no text goes on like this"),
+        ("grammar", "start: A\nA: /a/ & /b/", "no text can follow"),
         ("grammar", 'root ::= "a', "convert"),
         ("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "recursion"),
     ],
     ids=range(12),
 )
-def test_what_cannot_is_refused_with_the_reason(kind, text, reason):
+def test_invalid_constraint_is_rejected_with_the_reason(kind, text, reason):
     with pytest.raises(ValueError, match=reason) as refusal:
         checked(kind, text)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_text_that_takes_long_is_given_up():
-    # Six seconds in the library, which cannot be interrupted.
+def test_check_stops_after_its_cpu_time():
+    # The library takes six seconds for this text, and cannot be interrupted.
     text = "(a*)*" * 25_000
     started = time.monotonic()
     with pytest.raises(ValueError, match=f"takes more than {MAX_CPU_S} s"):
@@ -63,13 +63,13 @@ def test_a_text_that_takes_long_is_given_up():
     assert time.monotonic() - started < 20
 
 
-def test_a_failure_of_the_check_itself_is_not_the_clients(monkeypatch):
+def test_failure_of_the_child_is_a_runtime_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="check of a grammar failed"):
         checked("regex", "a")
 
 
-def test_nor_is_an_error_within_it():
+def test_exception_in_the_child_is_a_runtime_error():
     no_text: Any = 5
     with pytest.raises(RuntimeError, match="IndexError"):
         checked("regex", no_text)

@@ -1,4 +1,4 @@
-"""Streaming detection of stop strings is a search of the whole text, however the text is cut into pieces."""
+"""Streaming detection of stop strings gives what a search of the whole text gives."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_siz
 
 
 def first_stop(text, start, stops):
-    """By looking at every end, from the left."""
+    """Look at every end, from the left."""
     for end in range(start + 1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -21,37 +21,37 @@ def first_stop(text, start, stops):
 
 
 @given(texts, st.integers(0, 20), stop_lists)
-def test_find_stop_is_the_first_that_ends(text, start, stops):
+def test_find_stop_returns_the_stop_that_ends_first(text, start, stops):
     assert find_stop(text, min(start, len(text)), stops) == first_stop(text, min(start, len(text)), stops)
 
 
 @given(texts, stop_lists)
-def test_held_is_the_longest_beginning_of_a_stop(text, stops):
+def test_longest_beginning_of_a_stop_is_held_back(text, stops):
     beginnings = [stop[:length] for stop in stops for length in range(1, len(stop))]
     assert length_held(text, stops) == max((len(b) for b in beginnings if text.endswith(b)), default=0)
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=12), st.integers(0, 4), stop_lists, st.booleans())
 @example(["a", "a", "b"], 0, ("aab",), False)
-def test_any_pieces_give_the_text_up_to_the_first_stop(pieces, without, stops, include):
-    """No stop string counts that ends within the first ``without`` pieces."""
+def test_pieces_release_the_text_up_to_the_first_stop(pieces, without, stops, include):
+    """A stop string that ends within the first ``without`` pieces is ignored."""
     text, start = "".join(pieces), len("".join(pieces[:without]))
     expected = first_stop(text, start, stops)
-    stop_text, given_out = StopText(stops, include), ""
+    stop_text, released = StopText(stops, include), ""
     for number, piece in enumerate(pieces):
-        given_out += stop_text.add(piece, may_stop=number >= without)
+        released += stop_text.add(piece, may_stop=number >= without)
         if stop_text.matched is not None:
             break
     else:
-        given_out += stop_text.rest()
+        released += stop_text.rest()
     if expected is None:
-        assert (given_out, stop_text.matched) == (text, None)
+        assert (released, stop_text.matched) == (text, None)
     else:
         begin, stop = expected
-        assert (given_out, stop_text.matched) == (text[: begin + len(stop) if include else begin], stop)
+        assert (released, stop_text.matched) == (text[: begin + len(stop) if include else begin], stop)
 
 
-def test_only_what_may_become_a_stop_is_held():
+def test_only_a_possible_stop_is_held_back():
     text = StopText(("</s>", "ab"), include=False)
     assert [text.add(piece) for piece in ("x<", "/", "y a", "c")] == ["x", "", "</y ", "ac"]
     assert text.add("</") == "" and text.rest() == "</" and text.rest() == ""
@@ -63,7 +63,7 @@ def tokens_of(folder):
     return tokenizer
 
 
-def test_tokens_to_text_and_stop(tmp_path):
+def test_stop_string_cuts_text_and_tokens(tmp_path):
     tokenizer = tokens_of(tmp_path)
     text = OutputText(tokenizer.decoder(), ("🙂!",))
     tokens = tokenizer.encode("é🙂!?")  # a byte each
@@ -72,7 +72,7 @@ def test_tokens_to_text_and_stop(tmp_path):
     assert text.matched == "🙂!"
 
 
-def test_min_tokens(tmp_path):
+def test_stop_within_min_tokens_is_ignored(tmp_path):
     tokenizer = tokens_of(tmp_path)
     for min_tokens, shown in ((0, ""), (1, ""), (2, "a"), (3, "aa"), (4, "aaaa")):
         text = OutputText(tokenizer.decoder(), ("aa",), min_tokens=min_tokens)
@@ -80,6 +80,6 @@ def test_min_tokens(tmp_path):
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=30))
-def test_any_tokens_can_be_decoded(tmp_path_factory, ids):
+def test_unknown_token_ids_decode_without_error(tmp_path_factory, ids):
     decode = tokens_of(tmp_path_factory.mktemp("model")).decoder()
     decode(ids)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gimbal_jax.scheduler.baselines.moetuner import moetuner_placement
 from gimbal_jax.scheduler.eplb import packed_rank_LE
-from gimbal_jax.scheduler.moetuner import moetuner_placement
 from gimbal_jax.scheduler.traffic import rank_of_expert
 
 

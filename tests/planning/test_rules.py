@@ -1,14 +1,16 @@
 """The design's collectives and kernels by hand, and findings on programs made of text; real ones: tests/cuda."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
 from gimbal_jax.model.hf_config import PRESETS
-from gimbal_jax.planning.checks import mesh_groups, migration_findings, step_census, step_findings, step_kernels
+from gimbal_jax.planning import rules
 from gimbal_jax.planning.compiled import Program, bucket_kinds, shallow
-from gimbal_jax.planning.gpus import gpu_kinds
+from gimbal_jax.planning.hardware import gpu_kinds
+from gimbal_jax.planning.rules import RULES, Subject, mesh_groups, step_collectives, step_kernels
 
 MODEL = shallow(PRESETS["Qwen3-30B-A3B"], 2)
 ENGINE = EngineConfig(page_size=64, num_pages=100, max_rows=128, token_budget=8192, tile=64)
@@ -17,6 +19,10 @@ PAIRS, ALL = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
 
 def config(dp: int, tp: int, exchange="gather") -> ServerConfig:
     return ServerConfig(MeshConfig(dp, tp), replace(ENGINE, exchange=exchange))
+
+
+def step_census(model, config, bucket) -> rules.Census:
+    return rules.expected_census(step_collectives(model, config, bucket), config.mesh)
 
 
 def test_bucket_kinds_are_the_largest():
@@ -82,8 +88,8 @@ def program(*lines: str, layout: str = "()->()", donated: frozenset[int] = froze
 
 
 def findings(of: Program) -> dict[str, str]:
-    found = step_findings(of, MODEL, config(2, 2), gpu_kinds()["H100"], (128, 0), utilisation=0.9)
-    return {one.rule: one.detail for one in found}
+    subject = Subject(of, MODEL, config(2, 2), gpu_kinds()["H100"], utilisation=0.9, bucket=(128, 0))
+    return {one.rule: one.detail for one in rules.findings(subject)}
 
 
 def test_an_empty_program_lacks_collectives_and_kernels_and_nothing_else():
@@ -95,6 +101,8 @@ def test_an_empty_program_lacks_collectives_and_kernels_and_nothing_else():
     [
         ("memory", program(argument_bytes=77 * 10**9)),
         ("temporaries", program(temporary_bytes=10**9)),
+        ("collectives", program()),
+        ("kernels", program()),
         ("in place", program(donated=frozenset({0}))),
         ("in place", program("%c = bf16[9000000]{0} copy(%p)", layout="(bf16[9000000]{0})->()")),
         ("sparse experts", program("%b = bf16[1280,32,2048]{2,1,0} fusion(%p), kind=kLoop, calls=%f")),
@@ -106,7 +114,7 @@ def test_an_empty_program_lacks_collectives_and_kernels_and_nothing_else():
     ],
 )
 def test_each_fault_breaks_its_rule(rule, faulty):
-    assert rule in findings(faulty)
+    assert rule in RULES and rule in findings(faulty)
 
 
 def test_a_result_of_a_parameter_s_size_is_its_update():
@@ -118,6 +126,22 @@ def test_a_result_of_a_parameter_s_size_is_its_update():
 
 def test_a_round_of_moves_that_gathers_is_found():
     gathers = program("%g = bf16[128,2048,1536]{2,1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}")
-    details = [str(one) for one in migration_findings(gathers, MODEL, config(2, 2))]
+    subject = Subject(gathers, MODEL, config(2, 2), gpu_kinds()["H100"], utilisation=0.9, bucket=None)
+    details = [str(one) for one in rules.findings(subject)]
     assert any("1 all-gather of 402653184 bf16" in detail and "not in the design" in detail for detail in details)
     assert sum("1 all-to-all" in detail and "missing" in detail for detail in details) == 2
+
+
+def test_a_missing_collective_is_explained():
+    assert "missing (" in findings(program())["collectives"]
+    assert all(one.why for one in step_collectives(MODEL, config(2, 2, "sparse"), (128, 128)))
+
+
+def test_the_document_lists_the_rules():
+    table = (
+        (Path(__file__).parents[2] / "docs" / "cuda.md").read_text().split("| rule | what it says |\n|---|---|\n")[1]
+    )
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
+    # The last one is a promise of scripts/cuda_check.py about one mesh, not a rule of programs.
+    assert rows[-1][0] == "kv pool"
+    assert rows[:-1] == [[name, rule.text] for name, rule in RULES.items()]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.scheduler.assignment import assign
-from gimbal_jax.scheduler.sem_moe import sem_moe_plan
+from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 
