@@ -59,7 +59,7 @@ def tick_ms(policy: PlacementPolicy, executor: Executor, window_steps: int, step
         server.open()
         clients = Clients(server, STEADY, ROWS)
         seconds: list[float] = []
-        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(server.status().placements) < LEAST):
+        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(server.status().placement.records) < LEAST):
             began = time.perf_counter()
             server.tick(time.monotonic())
             seconds.append(time.perf_counter() - began)

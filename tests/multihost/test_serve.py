@@ -13,6 +13,7 @@ from gimbal_jax.model.orbax_checkpoint import is_orbax
 from gimbal_jax.scheduler.counts_file import load_placement
 from tests.e2e.rig import LAYERS, TOP_K
 from tests.multihost.rig import Cluster, answer, answers, cluster, exit_codes, printed
+from tests.serving.statuses import per_engine
 
 REQUESTS = 64
 NOTICED_S = 10.0
@@ -51,10 +52,11 @@ async def served_through_migrations(served: Cluster) -> list[tuple[list[int], st
     found = await answers(client, REQUESTS)
     asking.cancel()
     status = await client.status()
-    assert status.experts_moved > 0
-    assert status.compiles_after_warmup == 0
+    assert status.placement.experts_moved > 0
+    assert status.steps.compiles_after_warmup == 0
     counts_LSE = await client.counts("total")
-    np.testing.assert_array_equal(counts_LSE.sum(axis=2), np.tile(status.tokens_computed_S, (LAYERS, 1)) * TOP_K)
+    tokens_S = per_engine(status, "tokens_computed")
+    np.testing.assert_array_equal(counts_LSE.sum(axis=2), np.tile(tokens_S, (LAYERS, 1)) * TOP_K)
     return found
 
 
@@ -71,9 +73,9 @@ async def settled(served: Cluster) -> np.ndarray:
 
 async def under_load(served: Cluster) -> list[asyncio.Task[tuple[list[int], str]]]:
     """Streams that have begun and are far from their ends: there are rows for four of them at a time."""
-    before = (await served.client.status()).step
+    before = (await served.client.status()).steps.count
     streams = [asyncio.create_task(answer(served.client, i, 60)) for i in range(24)]
-    while (await served.client.status()).step < before + 3:
+    while (await served.client.status()).steps.count < before + 3:
         await asyncio.sleep(0.01)
     return streams
 

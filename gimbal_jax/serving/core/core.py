@@ -6,20 +6,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import Interrupted, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
-from gimbal_jax.serving.core.status import State, Status
+from gimbal_jax.serving.core.status import State, Status, engine_status
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
 from gimbal_jax.serving.engine.request import Output, Request, reason_of
 from gimbal_jax.serving.engine.runner import Runner
+from gimbal_jax.serving.engine.status import StepStatus
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -203,34 +204,19 @@ class Server:
         with self._ticking:
             if self._state != "failed":  # the devices may have lost their counters with the step that failed
                 self._traffic.collect()  # complete unless steps are in flight
-            totals, windows = self.rebalancer.totals, self.rebalancer.windows
             return Status(
                 state=self._state,
                 error=self._error,
-                step=self._step,
                 traces=self._traces,
-                slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
-                window_counts_LSE=self.rebalancer.window_LSE.copy(),
-                total_counts_LSE=self._traffic.total_LSE.copy(),
-                tokens_computed_S=tuple(engine.tokens_computed for engine in self.engines),
-                prefill_tokens_S=tuple(engine.prefill_tokens for engine in self.engines),
-                free_pages_S=tuple(engine.free_pages for engine in self.engines),
-                queue_head_S=tuple(engine.queue_head(self._clock()) for engine in self.engines),
-                preemptions_S=tuple(engine.preemptions for engine in self.engines),
-                placements=self.rebalancer.records,
-                placement_totals=replace(totals),
-                experts_moved=totals.experts_moved,
-                bytes_moved=totals.bytes_moved,
-                last_rebalance=totals.last_rebalance,
-                windows_written=windows.written if windows else 0,
-                windows_lost=windows.lost if windows else 0,
-                compiles_after_warmup=self._runner.compiles_after_warmup(),
-                step_seconds=self._step_seconds.record(),
-                step_tokens=self._step_tokens.record(),
-                prefix_queries_S=tuple(engine.prefix_queries for engine in self.engines),
-                prefix_hits_S=tuple(engine.prefix_hits for engine in self.engines),
-                cached_pages_S=tuple(engine.cached_pages for engine in self.engines),
-                phases=self._profile.times(),
+                engines=tuple(engine_status(engine, self._clock()) for engine in self.engines),
+                steps=StepStatus(
+                    count=self._step,
+                    compiles_after_warmup=self._runner.compiles_after_warmup(),
+                    seconds=self._step_seconds.record(),
+                    tokens=self._step_tokens.record(),
+                    phases=self._profile.times(),
+                ),
+                placement=self.rebalancer.status(),
             )
 
     def _enqueue(self, plans: list[Plan]) -> None:

@@ -25,7 +25,13 @@ from gimbal_jax.serving.placement.decision import (
     relative_gain,
     rounds_between,
 )
-from gimbal_jax.serving.placement.records import ClosedWindow, Outcome, PlacementRecord, PlacementTotals
+from gimbal_jax.serving.placement.records import (
+    ClosedWindow,
+    Outcome,
+    PlacementRecord,
+    PlacementStatus,
+    PlacementTotals,
+)
 from gimbal_jax.serving.placement.traffic import ExpertTraffic
 
 RECORDS = 100
@@ -157,6 +163,18 @@ class Rebalancer:
             case Counting():
                 if self.window_due and self._collect_window():
                     self._close_window(now)
+
+    def status(self) -> PlacementStatus:
+        """Return a snapshot; call it between ticks."""
+        return PlacementStatus(
+            slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
+            window_counts_LSE=self.window_LSE.copy(),
+            total_counts_LSE=self.traffic.total_LSE.copy(),
+            records=self.records,
+            totals=replace(self.totals),
+            windows_written=self.windows.written if self.windows else 0,
+            windows_lost=self.windows.lost if self.windows else 0,
+        )
 
     def close(self) -> None:
         """Shut the executor down. A decision that has not begun is cancelled."""

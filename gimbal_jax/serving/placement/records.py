@@ -90,3 +90,22 @@ class PlacementTotals:
     """
     last_rebalance: float | None = None
     """Seconds on the server's clock when the last applied placement was complete; None before the first."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementStatus:
+    """The placement loop at one moment. Arrays are copies; axes: L MoE layers, S source engines, E experts."""
+
+    slot_of_expert_LE: np.ndarray
+    """Current placement."""
+    window_counts_LSE: np.ndarray
+    """Expert tokens of the last closed window; 0 before the first."""
+    total_counts_LSE: np.ndarray
+    """Expert tokens since start, the open window included."""
+    records: tuple[PlacementRecord, ...]
+    """The last decisions, oldest first."""
+    totals: PlacementTotals
+    windows_written: int
+    """Closed windows written to files; 0 without --dump-counts."""
+    windows_lost: int
+    """Closed windows that could not be written to files."""

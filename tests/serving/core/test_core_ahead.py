@@ -16,6 +16,7 @@ from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_serv
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 from tests.serving.placement.windows import Windows
+from tests.serving.statuses import per_engine
 
 
 class Allowing:
@@ -98,12 +99,11 @@ def test_overlap_changes_no_token_and_counts_are_conserved(requests, pages):
         for i, (_, prompt, tokens, _) in enumerate(requests):
             if i % 4 != 3:
                 assert outputs.tokens(f"r{i}") == list(range(prompt, prompt + tokens))
-        assert (
-            status.total_counts_LSE.sum(axis=2) == np.array(status.tokens_computed_S) * MODEL.experts_per_token
-        ).all()
-        assert status.free_pages_S == (config.engine.num_pages,) * 2
+        tokens_S = np.array(per_engine(status, "tokens_computed"))
+        assert (status.placement.total_counts_LSE.sum(axis=2) == tokens_S * MODEL.experts_per_token).all()
+        assert per_engine(status, "free_pages") == (config.engine.num_pages,) * 2
         assert all(window.steps >= 3 for window in windows.closed)
-        assert sum(window.steps for window in windows.closed) + server.rebalancer.open_steps == status.step
+        assert sum(window.steps for window in windows.closed) + server.rebalancer.open_steps == status.steps.count
 
 
 def test_windows_hold_exactly_their_steps_while_steps_are_in_flight():
@@ -125,9 +125,9 @@ def test_status_waits_for_no_step():
         assert runner.enqueued - runner.fetched == 1
         fetched = runner.fetched
         status = server.status()
-        assert (status.step, runner.fetched) == (fetched, fetched)
+        assert (status.steps.count, runner.fetched) == (fetched, fetched)
         tick(server, 20)
-        assert server.status().total_counts_LSE.sum() == (3 + 8) * 2 * 2
+        assert server.status().placement.total_counts_LSE.sum() == (3 + 8) * 2 * 2
 
 
 def test_pressure_is_published_with_every_trace_while_steps_are_in_flight():
@@ -163,12 +163,15 @@ def test_pages_are_news_before_the_tokens_of_their_tick_and_can_be_flushed():
         server.submit(replace(request("b", prompt, 1, engine=1, sequence=2), page_hashes=hashes))
         tick(server, 3)
         status = server.status()
-        assert (status.prefix_queries_S, status.prefix_hits_S, status.cached_pages_S) == ((0, 18), (0, 8), (0, 2))
+        assert per_engine(status, "prefix_queries") == (0, 18)
+        assert per_engine(status, "prefix_hits") == (0, 8)
+        assert per_engine(status, "cached_pages") == (0, 2)
         assert [output.cached_tokens for output in outputs.all if output.started is not None] == [0, 8]
         server.flush_cache()
         tick(server, 1)
         assert set(news[-1][1].removed) == set(hashes)
-        assert (server.status().cached_pages_S, server.status().free_pages_S) == ((0, 0), FREE)
+        assert per_engine(server.status(), "cached_pages") == (0, 0)
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 class SlowRunner(FakeRunner):
@@ -203,12 +206,12 @@ def test_the_profile_adds_up_and_a_step_lasts_from_its_start_on_the_devices():
     for _ in range(12):
         server.tick(clock[0])
     status = server.status()
-    means = {phase.name: phase.mean_s for phase in status.phases}
+    means = {phase.name: phase.mean_s for phase in status.steps.phases}
     assert tuple(means) == PHASES
     assert (means["batch"], means["enqueue"]) == (0.5, 0.5)
     assert means["emit"] == pytest.approx(0.25 * 8 / 9)  # the ninth token comes in a tick without a step
     assert means["schedule"] == means["commit"] == means["other"] == 0.0
     # 3 s each, of which the host sees the first one 0.5 s longer: from before its arrays are made.
-    assert sum(status.step_seconds.counts) == 9
-    assert status.step_seconds.sum == pytest.approx(clock[0] - 0.25 * 1)
+    assert sum(status.steps.seconds.counts) == 9
+    assert status.steps.seconds.sum == pytest.approx(clock[0] - 0.25 * 1)
     server.stop()

@@ -61,11 +61,11 @@ def test_a_server_dumps_every_window_and_goes_on(tmp_path):
     dump.close()
     files = [load_counts(path) for path in sorted(tmp_path.iterdir())]
     status = server.status()
-    assert len(files) == status.windows_written >= 6 and status.windows_lost == 0
+    assert len(files) == status.placement.windows_written >= 6 and status.placement.windows_lost == 0
     total_LSE = np.sum([file.counts_WLSE.sum(axis=0) for file in files], axis=0)
-    np.testing.assert_array_equal(total_LSE, status.total_counts_LSE)
+    np.testing.assert_array_equal(total_LSE, status.placement.total_counts_LSE)
     assert [file.meta["step"] for file in files] == sorted({file.meta["step"] for file in files})
-    assert sum(file.meta["steps"] for file in files) == status.step
+    assert sum(file.meta["steps"] for file in files) == status.steps.count
 
 
 def written(dump: CountsDump, *steps: int) -> None:

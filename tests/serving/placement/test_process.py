@@ -180,7 +180,7 @@ def test_a_server_survives_the_child_that_decides_for_it():
     def decided(count: int) -> bool:
         nonlocal records
         server.tick(0.0)
-        records = server.status().placements
+        records = server.status().placement.records
         return len(records) == count and records[-1].outcome != "migrating"
 
     try:
