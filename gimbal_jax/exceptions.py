@@ -1,18 +1,18 @@
-"""Errors that cross a room: rooms above raise them, ``serving.rpc`` maps them to gRPC statuses."""
+"""Errors that one room raises and another catches. ``serving.rpc`` maps most of them to gRPC statuses."""
 
 from __future__ import annotations
 
 
 class NotServing(Exception):
-    """The server takes no requests now: it warms up, drains, or has stopped."""
+    """The server accepts no requests, because it warms up, drains or has stopped."""
 
 
 class QueueFull(Exception):
-    """As many requests wait for an engine as may wait."""
+    """The queue of an engine has its maximum number of waiting requests."""
 
 
 class DuplicateRequest(Exception):
-    """A request of the same id is still running."""
+    """A request with the same id is still running."""
 
 
 class GenerationFailed(Exception):
@@ -20,38 +20,38 @@ class GenerationFailed(Exception):
 
 
 class NotKept(Exception):
-    """A subscriber cannot go on from where it was: what came after is not kept, or never was."""
+    """A subscriber asked for changes after a number that the log does not hold."""
 
 
 class FellBehind(Exception):
-    """A subscriber reads more slowly than the caches change."""
+    """A subscriber read more slowly than the caches changed."""
 
 
 class InvalidField(ValueError):
-    """A field holds a value that no server could serve; the text names both."""
+    """A field has an invalid value. The message names both."""
 
 
 class Unsupported(Exception):
-    """A field asks for something that this server does not do; the text names it."""
+    """A field asks for something that this server does not support. The message names the field."""
 
 
 class Precondition(Exception):
-    """The model or the server lacks what a request needs; the text says what to do."""
+    """The model or the server lacks something that a request needs. The message gives the remedy."""
 
 
 def require(good: bool, field: str, rule: str, value: object = None) -> None:
-    """Raises InvalidField: ``field`` must ``rule``."""
+    """Raise InvalidField unless ``good``. Its message is "``field`` must ``rule``, got ``value``"."""
     if not good:
         raise InvalidField(f"{field} must {rule}" + ("" if value is None else f", got {value}"))
 
 
 class DevicesLost(RuntimeError):
-    """The devices no longer hold what a step needs; only a new process can serve on."""
+    """The devices lost data that every step needs. Only a new process can serve."""
 
 
 class Unauthenticated(Exception):
-    """A call without a key that is good now; the text says what is wrong, and never the key."""
+    """A call has no valid key. The message gives the reason, never the key."""
 
 
 class Interrupted(Exception):
-    """The warm-up ends early, because the server is to stop."""
+    """The warm-up ended early, because the server stops."""

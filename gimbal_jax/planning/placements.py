@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from gimbal_jax.config import MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
 from gimbal_jax.scheduler.baselines.moetuner import moetuner_placement
 from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
-from gimbal_jax.scheduler.counts_file import CountsFile
+from gimbal_jax.scheduler.counts_file import CountsFile, load_counts
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.objective import Objective, window_objective
 from gimbal_jax.scheduler.placement import assign_slots, propose
@@ -108,6 +108,37 @@ def agreement(answer: Answer, exact: Answer) -> Agreement:
         same=float(same_LE.mean()),
         same_moves=float(same_LE[moves_LE].mean()) if moves_LE.any() else 1.0,
         comm_gap=float(answer.comm_L.sum() / max(exact.comm_L.sum(), 1e-12) - 1),
+    )
+
+
+def load_windows(paths: Sequence[Path]) -> CountsFile:
+    """Read the windows of several counts files, one after the other, as if one file had them all.
+
+    A folder is all its .npz files, by name. Offline profiles (transitions, request counts) are kept of a single file
+    only. Raises CountsFileError or OSError for a file that cannot be read, and ValueError for files of different models
+    or meshes, or a folder without files.
+    """
+    files: dict[Path, CountsFile] = {}
+    for path in paths:
+        inside = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"--counts {path}: the folder has no .npz files")
+        files |= {one: load_counts(one) for one in inside}
+    (first_path, first), *others = files.items()
+    for path, file in others:
+        if (file.counts_WLSE.shape[1:], file.ranks) != (first.counts_WLSE.shape[1:], first.ranks):
+            shapes = [
+                "{} layers, {} sources, {} experts".format(*one.counts_WLSE.shape[1:]) + f" on {one.ranks} ranks"
+                for one in (file, first)
+            ]
+            raise ValueError(f"--counts {path}: {shapes[0]}, but {first_path} has {shapes[1]}")
+    if not others:
+        return first
+    every = files.values()
+    return CountsFile(
+        np.concatenate([file.counts_WLSE for file in every]),
+        np.concatenate([file.slot_of_expert_WLE for file in every]),
+        first.meta,
     )
 
 

@@ -205,8 +205,8 @@ COORDINATOR, SECRET_FILE = "HOST_OF_PROCESS_0:PORT", "SECRET_FILE"
 
 
 def serve_settings(request: PlanRequest, mesh: MeshConfig) -> dict[str, int | float | str]:
-    """Return the options of ``gimbal serve`` for this mesh, by the keys of its configuration file."""
-    settings: dict[str, int | float | str] = {
+    """Return the options of ``gimbal serve`` for this mesh, but for the placement, by the keys of its file."""
+    return {
         "dp": mesh.dp,
         "tp": mesh.tp,
         "dtype": request.model.dtype,
@@ -218,9 +218,6 @@ def serve_settings(request: PlanRequest, mesh: MeshConfig) -> dict[str, int | fl
         "exchange": request.engine.exchange,
         "memory-utilisation": request.utilisation,
     }
-    if request.placement.policy != PlacementConfig.policy:
-        settings["placement"] = request.placement.policy
-    return settings
 
 
 def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[list[str]]:
@@ -231,10 +228,13 @@ def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[l
     together: dict[str, int | float | str] = {
         "coordinator": COORDINATOR,
         "secret-file": SECRET_FILE,
+        "trusted-network": "on",
         "processes": mesh.nodes,
     }
     of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]
     settings = serve_settings(request, mesh)
+    if request.placement.policy != PlacementConfig.policy:
+        settings["placement"] = request.placement.policy
 
     def words(options: dict[str, int | float | str]) -> list[str]:
         return [word for name, value in options.items() for word in (f"--{name}", str(value))]

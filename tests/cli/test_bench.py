@@ -81,3 +81,4 @@ def test_an_http_server_that_is_not_there(tmp_path):
     (tmp_path / "tokenizer.json").write_text(word_tokenizer(150))
     result = bench("--url", "http://127.0.0.1:1", "--tokenizer", tmp_path / "tokenizer.json")
     assert result.exit_code == 2 and "error: http://127.0.0.1:1: connection: " in result.stderr
+    assert "warming up does not answer HTTP yet: wait until it prints `serving`" in result.stderr

@@ -185,7 +185,7 @@ ERRORS = {
     "layer": (("show", "Qwen3-30B-A3B", "--layer", 48), "--layer 48: must be from 0 to 47"),
     "placement": (
         ("show", "Qwen3-30B-A3B", "--placement-file", "{placement}"),
-        "its placement is of 3 layers of 8 experts on 2 ranks, not 48 layers of 128 experts on 1 ranks",
+        "the placement must be for 48 layers of 128 experts on 1 ranks, not 3 layers of 8 experts on 2 ranks",
     ),
 }
 

@@ -10,7 +10,15 @@ from typer.testing import CliRunner, Result
 
 from gimbal_jax.cli.main import ALL_POLICIES, app
 from gimbal_jax.config import MeshConfig, PlacementConfig
-from gimbal_jax.planning.placements import Answer, agreement, one_window, policy_answer, spaced_layers, tables
+from gimbal_jax.planning.placements import (
+    Answer,
+    agreement,
+    load_windows,
+    one_window,
+    policy_answer,
+    spaced_layers,
+    tables,
+)
 from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, load_placement, save_counts
 from gimbal_jax.scheduler.distance import distance_SR
@@ -143,6 +151,40 @@ def test_agreement_by_hand():
     assert agreement(other, exact).same_moves == 1.0  # both moved experts are where exact has them, and two more moved
     assert agreement(other, stay).comm_gap == pytest.approx(0.0)  # 8 of 16 tokens are remote in both
     assert agreement(exact, stay).comm_gap == pytest.approx(-1.0)
+
+
+def test_windows_of_a_folder_and_of_several_files_are_joined(path, file, tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    for number in (1, 0):
+        one = one_window(file, number)
+        save_counts(folder / f"window-{number}.npz", one.counts_WLSE, one.slot_of_expert_WLE, one.meta)
+    for paths in ([folder], [folder / "window-0.npz", folder / "window-1.npz"]):
+        joined = load_windows(paths)
+        assert (joined.counts_WLSE == file.counts_WLSE).all()
+        assert (joined.slot_of_expert_WLE == file.slot_of_expert_WLE).all()
+    assert load_windows([path]).transitions_LEE is not None
+    picture = tmp_path / "new" / "place.png"
+    both, whole = (place("--counts", counts, "--picture", picture) for counts in (folder, path))
+    assert both.exit_code == 0 and picture.exists()
+    objectives = [
+        [line.split("│")[1:3] for line in result.stdout.splitlines() if line.startswith("│ gimbal")]
+        for result in (both, whole)
+    ]
+    assert objectives[0] == objectives[1] != []
+
+
+def test_files_of_different_meshes_are_not_joined(path, file, tmp_path):
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other.npz"
+    one = one_window(file, 0)
+    save_counts(other, one.counts_WLSE[:, :2], one.slot_of_expert_WLE[:, :2], one.meta)
+    for counts, message in (
+        (other, "2 layers, 2 sources, 32 experts on 4 ranks, but"),
+        (tmp_path / "empty", "no .npz"),
+    ):
+        result = place("--counts", path, "--counts", counts)
+        assert result.exit_code == 2 and message in result.stderr
 
 
 def test_layers_are_spaced_evenly(file):

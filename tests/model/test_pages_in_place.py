@@ -1,4 +1,4 @@
-"""A step writes new keys and values into the pages where they are."""
+"""A step writes new keys and values into the pages in place."""
 
 import re
 from dataclasses import replace
@@ -21,10 +21,10 @@ MODEL = replace(PRESETS["Qwen3-30B-A3B"], num_layers=2, moe_layers=(1,), vocab_s
 ENGINE = EngineConfig(max_model_len=256, page_size=16, num_pages=40, max_rows=8, tile=32, token_budget=128)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("bucket", [(8, 0), (8, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "bucket"), [(1, (8, 2)), (4, (8, 0)), (4, (8, 2))], ids=str)
 def test_no_pages_are_copied(tp, bucket):
-    """Down to a single KV head on a rank, whose axis XLA is free to put anywhere."""
+    """With tp = 4 a rank has a single KV head, and XLA may move the axis of that head anywhere."""
     mesh = make_mesh(MeshConfig(1, tp))
     graph, weights = abstract_model(MODEL, jnp.float32, mesh)
     shape = step_shape(ENGINE, bucket)

@@ -190,7 +190,8 @@ def test_on_several_nodes_every_process_has_a_command():
     (alone,) = serve_commands("folder", TWO_NODES, MeshConfig(4, 4))
     for process, words in enumerate(commands):
         assert words[: len(alone)] == alone
-        together = "--coordinator HOST_OF_PROCESS_0:PORT --secret-file SECRET_FILE --processes 2 --process"
+        together = "--coordinator HOST_OF_PROCESS_0:PORT --secret-file SECRET_FILE --trusted-network on "
+        together += "--processes 2 --process"
         assert " ".join(words[len(alone) :]) == f"{together} {process}"
     assert len(commands) == 2
 

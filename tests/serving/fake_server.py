@@ -26,6 +26,7 @@ from gimbal_jax.config import (
 )
 from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
 from gimbal_jax.serving.engine.pages import PageNews, StoredPage
@@ -93,17 +94,20 @@ def trace(engine, *, at=None, seen=0, running=0, waiting=0, prefill=0, kv_use=0.
     )
 
 
-class FakeCore:
+class FakeCore(Server):
     """Each token of an output is the one before plus one, the first follows the prompt's last.
 
     ``step`` emits one token for every request; a thread does so all the time unless ``paused``.
     """
 
+    # Tests set these, which are read-only properties of Server.
+    state: State = "serving"
+    error = ""
+    traces: tuple[Trace, ...] = ()
+    central_queue = 0
+
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self.error = ""
-        self.traces: tuple[Trace, ...] = ()
-        self.central_queue = 0
         self.on_outputs = lambda outputs: None
         self.on_bound = lambda now, bound: None
         self.on_pages = lambda news: None
@@ -118,15 +122,15 @@ class FakeCore:
         self._live: dict[str, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._emitter = threading.Thread(target=self._emit_all)
 
     def __enter__(self):
-        self._thread.start()
+        self._emitter.start()
         return self
 
     def __exit__(self, *exc_info):
         self._stopped.set()
-        self._thread.join()
+        self._emitter.join()
 
     def submit(self, request):
         with self._lock:
@@ -247,7 +251,7 @@ class FakeCore:
                 output.prompt_logprobs = tuple(TokenLogprobs(-float(i), *top) for i in range(1, len(request.prompt)))
         return output
 
-    def _run(self):
+    def _emit_all(self):
         while not self._stopped.wait(0.001):
             if not self.paused:
                 self.step()

@@ -33,13 +33,10 @@ from gimbal_jax.cli.serve.toml_file import takes_serve_options
 from gimbal_jax.cli.terminal import console, errors_said, progress_bar
 from gimbal_jax.config import (
     GPU_ENGINE,
-    DispatchConfig,
     EngineConfig,
     MeshConfig,
     ModelConfig,
     NetworkConfig,
-    PlacementConfig,
-    QueueConfig,
     ServerConfig,
 )
 from gimbal_jax.serving.runtime.devices import set_up_devices
@@ -55,6 +52,8 @@ if TYPE_CHECKING:
 @takes_serve_options
 def serve(options: ServeOptions) -> None:
     """Serve MODEL over gRPC, and over OpenAI's HTTP API with --http-port."""
+    from gimbal_jax.model.hub import check_name
+
     if options.model is None:
         raise typer.BadParameter("give a folder or a hub id, here or as `model` in --config", param_hint="MODEL")
     # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
@@ -62,6 +61,7 @@ def serve(options: ServeOptions) -> None:
     with errors_said():
         processes = join_processes(options)
     with ends_at_once(processes), errors_said():
+        check_name(options.model)
         mesh = MeshConfig(options.dp, options.tp)
         devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
         checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")
@@ -114,14 +114,9 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),
-        DispatchConfig(policy=options.dispatch),
-        QueueConfig(policy=options.queue),
-        PlacementConfig(
-            policy=options.placement,
-            window_steps=options.window_steps,
-            min_gain=options.min_gain,
-            smoothing=options.smoothing,
-        ),
+        options.dispatch,
+        options.queue,
+        options.placement,
     )
 
 

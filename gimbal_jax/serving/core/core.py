@@ -38,7 +38,12 @@ class _InFlight:
 
 
 class Server:
-    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only."""
+    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only.
+
+    Three listeners are called on the engine thread, at most once a tick. ``on_outputs`` gets the news of the tick.
+    Before it, ``on_bound`` gets the time and the decisions for requests that came without an engine, and
+    ``on_pages`` gets the changes of the prefix caches, if there are any.
+    """
 
     def __init__(
         self,

@@ -7,66 +7,18 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.status import State, Status
+from gimbal_jax.serving.core.core import Server
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.request import Grammar, Output, Request, SamplingParams
 from gimbal_jax.serving.frontend.counters import Counters, TokenRate
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin, RequestRecord
-
-
-class Core(Protocol):
-    """What the frontend needs of the engines. Every member may be used from any thread."""
-
-    on_outputs: Callable[[list[Output]], None]
-    """Called on the engine thread, at most once per tick, with all news of the tick."""
-    on_bound: Callable[[float, list[tuple[str, Decision]]], None]
-    """Called there before, with the time and what it decided for requests that came without an engine."""
-    on_pages: Callable[[list[PageNews]], None]
-    """Called there before ``on_outputs``, with what changed in the prefix caches; only if something did."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def config(self) -> ServerConfig: ...
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def error(self) -> str:
-        """Why it failed; empty unless it did."""
-
-    @property
-    def traces(self) -> tuple[Trace, ...]:
-        """Latest published traces, replaced whole; empty before the first."""
-
-    @property
-    def central_queue(self) -> int:
-        """Requests that have no engine yet."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request; raises QueueFull or NotServing."""
-
-    def cancel(self, request_id: str) -> None:
-        """End a request and free its pages within a step; unknown ids are ignored."""
-
-    def flush_cache(self) -> None:
-        """At the next tick, drop the pages of the prefix caches that no sequence uses."""
-
-    def status(self) -> Status: ...
-
-    def rebalance(self) -> None:
-        """Ask for a placement decision at the next tick."""
 
 
 @dataclass(eq=False)
@@ -134,7 +86,7 @@ class Frontend:
 
     def __init__(
         self,
-        core: Core,
+        core: Server,
         clock: Callable[[], float],
         dispatch_policy: Choose = choose_engine,
         on_ended: Callable[[RequestRecord], None] = lambda record: None,

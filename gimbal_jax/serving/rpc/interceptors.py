@@ -1,4 +1,4 @@
-"""Authentication and limits of gRPC clients, checked at every call."""
+"""Interceptors of every call: authentication, limits of clients, and malformed requests."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def _address(peer: str) -> str:
 
 
 Serve = Callable[[object, grpc.aio.ServicerContext], Awaitable[object]]
-"""What a method does with a request."""
+"""The function of a method, from request and context to the response."""
 
 
 class WellFormed(grpc.aio.ServerInterceptor):
-    """Answers them with INVALID_ARGUMENT; gRPC itself takes them for a fault of the server (UNKNOWN)."""
+    """Interceptor that answers malformed requests with INVALID_ARGUMENT. gRPC itself answers UNKNOWN."""
 
     async def intercept_service(
         self,
@@ -169,20 +169,20 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
         async def checked(request: object, context: grpc.aio.ServicerContext) -> object:
             if isinstance(request, DecodeError):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no message: {request}")
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be parsed: {request}")
             return await serve(request, context)
 
         return with_serve(handler, checked, message_or_error)
 
 
 def serve_of(handler: grpc.RpcMethodHandler) -> Serve:
-    """What a handler of single requests does."""
+    """Return the function of a handler of single requests."""
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
 
 
 def with_serve(
     handler: grpc.RpcMethodHandler, serve: Serve, deserialize: Callable[[bytes], object] | None = None
 ) -> grpc.RpcMethodHandler:
-    """A handler of the same kind that does something else, and may read requests in another way."""
+    """Return a handler of the same kind with another function, and with another deserializer if one is given."""
     kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
     return kind(serve, deserialize or handler.request_deserializer, handler.response_serializer)

@@ -17,7 +17,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2_grpc
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
-from gimbal_jax.serving.frontend.frontend import Core, Frontend
+from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer
 from gimbal_jax.serving.monitoring.live import LiveView
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(
-    core: Core,
+    core: Server,
     files: ModelFiles,
     network: NetworkConfig,
     stop: asyncio.Event,
@@ -137,7 +138,7 @@ def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[Req
     return tell
 
 
-async def _run_gateway(gateway: Gateway, port: int, core: Core) -> None:
+async def _run_gateway(gateway: Gateway, port: int, core: Server) -> None:
     """From the end of warm-up: a gateway that saw its server not healthy would believe it for a while."""
     while core.state == "warming":
         await asyncio.sleep(STATE_PERIOD_S)
@@ -156,7 +157,7 @@ def _server_of_gateway(
 
 
 async def _follow_core(
-    core: Core, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
+    core: Server, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
 ) -> None:
     """Health shows whether the server is ready. Returns when the core has ended, and then no stream waits for ever."""
     while core.state not in ("failed", "stopped"):
