@@ -195,7 +195,7 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
             with loaded_server(engines, rows, load) as (server, clients):
                 tick_seconds(server, clients, 20)
                 seconds = tick_seconds(server, clients, ticks)
-                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().phases}
+                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().steps.phases}
             tick = [1e3 * float(value) for value in (seconds.mean(), *np.percentile(seconds, (50, 99)))]
             found.append({"load": load.name, "engines": engines, "tick": tick, **phases})
             console.print(f"{load.name}, {engines} engines: {tick[1]:.2f} ms")
