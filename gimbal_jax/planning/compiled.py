@@ -24,7 +24,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.hardware import Gpu
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.runtime.batch import blank, step_buckets
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, step_buckets
 
 StepKind = Literal["decode", "mixed"]
 
@@ -122,7 +122,7 @@ def _filled_arguments(
 
 def _step_inputs(model: ModelConfig, config: ServerConfig, mesh: Mesh, shape: StepShape) -> tuple[Any, Any]:
     """Return the packed inputs and the rare inputs of a step as shapes with shardings."""
-    unasked = blank(config.engine, model.vocab_size, config.mesh.dp)
+    unasked = default_rare_inputs(config.engine, model.vocab_size, config.mesh.dp)
     on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
     by_engine = NamedSharding(mesh, PartitionSpec("dp"))
     packed_SX = jax.ShapeDtypeStruct((config.mesh.dp, shape.packed), jnp.int32, sharding=by_engine)

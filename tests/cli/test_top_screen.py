@@ -89,7 +89,9 @@ def test_a_frame_fits_the_terminal(width, rows, layers, experts, ranks, color):
 def test_a_frame_says_what_the_snapshot_says():
     class Core(FakeCore):
         def status(self):
-            return replace(super().status(), placements=(PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")))
+            status = super().status()
+            records = PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")
+            return replace(status, placement=replace(status.placement, records=records))
 
     data = snapshot_of(Core(), replace(RECORD, arrival=99.0, total_s=0.5))
     text = "\n".join(printed(data, 120, None))
