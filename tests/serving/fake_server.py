@@ -112,11 +112,11 @@ class FakeCore(EngineCore):
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
         self.submitted: list[Request] = []
-        self.cancelled: list[str] = []
+        self.cancelled: list[int] = []
         self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
         self.last_rebalance: float | None = None
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[int, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stepping = threading.Thread(target=self._step_often)
@@ -183,7 +183,7 @@ class FakeCore(EngineCore):
             tokens_computed_S=(11, 12),
             prefill_tokens_S=(5, 6),
             free_pages_S=(30, 31),
-            queue_head_S=(None, QueueHead("a/0", 1.5, 40)),
+            queue_head_S=(None, QueueHead("a", 1.5, 40)),
             preemptions_S=(1, 0),
             placements=(PLACEMENT,),
             placement_totals=PlacementTotals(applied=1, predicted_gain=0.2),

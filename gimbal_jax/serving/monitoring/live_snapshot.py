@@ -118,8 +118,7 @@ def engines(
 
 
 def _queue_head(head: QueueHead) -> dict[str, Any]:
-    client_s_id, _, _ = head.request_id.rpartition("/")
-    return {"id": client_s_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
+    return {"id": head.request_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
 
 
 def dispatch(rules: dict[str, int], decisions: Sequence[DispatchRecord], now: float) -> dict[str, Any]:
