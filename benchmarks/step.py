@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plans import greedy_rows
+from gimbal_jax.cli.serve.options import DEVICES_HELP
 from gimbal_jax.cli.terminal import progress_bar
 from gimbal_jax.config import EngineConfig, MeshConfig, ModelConfig, ServerConfig
 from gimbal_jax.model.hf_config import load_config
@@ -32,7 +33,7 @@ from gimbal_jax.model.step import COMPILER_OPTIONS
 from gimbal_jax.pallas_kernels import grouped_ffn, paged_attention, product
 from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
-from gimbal_jax.serving.runtime.devices import DEVICES_HELP, load_on_mesh, set_up_devices
+from gimbal_jax.serving.runtime.devices import load_on_mesh, set_up_devices
 
 Work = Callable[[], object]
 console = Console(width=150)
@@ -65,8 +66,7 @@ def step_of(runner: DeviceRunner, plan: Plan) -> Work:
     plans = [plan] * runner.config.mesh.dp
 
     def work() -> object:
-        runner.enqueue(plans, lambda name: None)
-        return runner.results()
+        return runner.enqueue(plans, lambda name: None)()
 
     return work
 

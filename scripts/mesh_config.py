@@ -5,13 +5,14 @@ Edit ``choose``: it sees every mesh of every offer that fits the model, with all
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.toml_file import to_toml
 from gimbal_jax.cli.terminal import console, errors_said
 from gimbal_jax.config import GPU_ENGINE
 from gimbal_jax.planning.hardware import parse_gpus, parse_link
@@ -66,9 +67,11 @@ def main(
 ) -> None:
     with errors_said():
         chosen = choose(candidates_of(model, gpus, link), rate)
-        settings = {"model": find_model(model).source} | serve_settings(chosen.request, chosen.plan.mesh)
+        settings: dict[str, Any] = serve_settings(chosen.request, chosen.plan.mesh)
+        fields = {key.replace("-", "_"): value for key, value in settings.items()}
+        options = ServeOptions(find_model(model).source, **fields, placement=chosen.request.placement)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()), encoding="utf-8")
+        out.write_text(to_toml(options), encoding="utf-8")
     mesh, plan = chosen.plan.mesh, chosen.plan
     console.print(
         f"{chosen.gpus}, DP {mesh.dp} x TP {mesh.tp}: {plan.requests_per_second:.1f} requests per s (estimated)"

@@ -128,7 +128,10 @@ def run_bench(
     try:
         return asyncio.run(run())
     except (ClientError, SendFailed) as error:
-        raise ConnectionError(f"{place.target or place.url or place.model}: {error}") from error
+        hint = ""
+        if place.url is not None and isinstance(error.__cause__, ConnectionRefusedError):
+            hint = ". A server that is warming up does not answer HTTP yet: wait until it prints `serving`"
+        raise ConnectionError(f"{place.target or place.url or place.model}: {error}{hint}") from error
 
 
 @contextlib.asynccontextmanager

@@ -11,11 +11,12 @@ import typer
 from gimbal_jax.cli.bench import bench
 from gimbal_jax.cli.mesh import mesh_app
 from gimbal_jax.cli.serve.command import fetch_checkpoint, serve
+from gimbal_jax.cli.serve.options import DEVICES_HELP, DTYPE_HELP
 from gimbal_jax.cli.simulate import simulate
 from gimbal_jax.cli.terminal import console, errors_said, fail, print_table, progress_bar
 from gimbal_jax.cli.top import top
 from gimbal_jax.config import LoadTerm, MeshConfig, OfflinePolicy, PlacementConfig, PlacementPolicy
-from gimbal_jax.serving.runtime.devices import DEVICES_HELP, DTYPE_HELP, load_on_mesh, set_up_devices
+from gimbal_jax.serving.runtime.devices import load_on_mesh, set_up_devices
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Serve Qwen3-MoE models in JAX."
@@ -55,21 +56,24 @@ def counts(
 
 @app.command()
 def place(
-    counts: Annotated[Path, typer.Option(help="Counts file (.npz) of a server or of your own.")],
+    counts: Annotated[
+        list[Path],
+        typer.Option(help="Counts file (.npz), or a folder of them as `serve --dump-counts` writes; once for each."),
+    ],
     policy: Annotated[
         list[str],
         typer.Option(help=f"Compare this one of {', '.join(ALL_POLICIES)}; give it once for each."),
     ] = ["gimbal", "gimbal_refined", "eplb"],  # noqa: B006 never changed
     compare: Annotated[Literal["exact"] | None, typer.Option(help="Solve exactly too, and compare with it.")] = None,
-    window: Annotated[int | None, typer.Option(min=0, help="Window of the file, from 0; else all together.")] = None,
+    window: Annotated[int | None, typer.Option(min=0, help="Window of the files, from 0; else all together.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Compare this many layers only, evenly spaced.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for a layer, for the exact solver.")] = 60.0,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that the file's ranks are on, evenly and in order.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on, evenly and in order.")] = 1,
     alpha: Annotated[float, typer.Option(min=0, help="Weight of communication.")] = PlacementConfig.alpha,
     beta: Annotated[float, typer.Option(min=0, help="Weight of uneven load.")] = PlacementConfig.beta,
     gamma: Annotated[float, typer.Option(min=0, help="Weight of moves.")] = PlacementConfig.gamma,
     load_term: Annotated[LoadTerm, typer.Option(help="How uneven load counts.")] = PlacementConfig.load_term,
-    picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("place.png"),
+    picture: Annotated[Path, typer.Option(help="Picture to write.")] = Path("out/place.png"),
     save: Annotated[
         Path | None, typer.Option(help="Write the last one's placement here, for `serve --placement-file`.")
     ] = None,
@@ -77,9 +81,9 @@ def place(
     """Compare placement policies on counted traffic, and with the exact answer."""
     with errors_said():
         from gimbal_jax.planning import placements as placing
-        from gimbal_jax.scheduler.counts_file import load_counts, save_placement
+        from gimbal_jax.scheduler.counts_file import save_placement
 
-        file = load_counts(counts)
+        file = placing.load_windows(counts)
         if window is not None:
             file = placing.one_window(file, window)
         config = PlacementConfig(alpha=alpha, beta=beta, gamma=gamma, load_term=load_term)
@@ -99,6 +103,7 @@ def place(
             console.print(solver)
         for table in placing.tables(answers, layer_L, exact):
             print_table(table)
+        picture.parent.mkdir(parents=True, exist_ok=True)
         placing.draw([*answers, *([exact] if exact else [])], layer_L, picture)
     console.print(f"wrote {picture}")
 
@@ -138,7 +143,8 @@ def convert(
         check_mesh(config, MeshConfig(dp, tp))
         # Converting keeps the checkpoint's own type, also on CPU.
         wanted = config.dtype if dtype == "auto" else dtype
-        weights, slots, _ = load_on_mesh(source, config, MeshConfig(dp, tp), available, wanted)
+        with progress_bar("loading") as progress:
+            weights, slots, _ = load_on_mesh(source, config, MeshConfig(dp, tp), available, wanted, progress)
         with console.status("writing the checkpoint"):
             save_orbax(target, source, weights, slots)
     console.print(f"wrote {target}")

@@ -25,12 +25,12 @@ from gimbal_jax.serving.gateway.gateway import printable
 PERIOD_S = 1.0
 TIMEOUT_S = 5.0
 KEY_S = 0.2
-"""Keys and new sizes of the terminal are noticed within this time."""
+"""Seconds within which a key or a new size of the terminal is noticed."""
 Fetch = Callable[[], dict[str, Any]]
 
 
 class NoAnswer(Exception):
-    """The server cannot be seen now; the text says why."""
+    """The server does not answer; the text gives the reason."""
 
 
 def top(
@@ -52,7 +52,7 @@ def top(
 
 
 def data_address(url: str) -> str:
-    """Where the live view's data are; ``url`` may leave out http://. Raises typer.BadParameter."""
+    """Return the address of the live view's data; ``url`` may lack http://. Raises typer.BadParameter."""
     if "://" not in url:
         url = f"http://{url}"
     if not url.startswith(("http://", "https://")):
@@ -61,7 +61,7 @@ def data_address(url: str) -> str:
 
 
 def fetch(address: str) -> dict[str, Any]:
-    """The server's snapshot, its text without control characters. Raises NoAnswer."""
+    """Fetch the server's snapshot, its text without control characters. Raises NoAnswer."""
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as response:
             data = json.load(response, object_hook=_printable_fields)
@@ -78,7 +78,7 @@ def fetch(address: str) -> dict[str, Any]:
 
 
 def _printable_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Names of requests and models come from others, and must not steer the terminal."""
+    """Remove control characters from texts of clients, which must not control the terminal."""
     return {name: _printable(value) for name, value in fields.items()}
 
 
@@ -91,7 +91,7 @@ def _printable(value: Any) -> Any:
 
 
 def _watch(console: Console, data: dict[str, Any], fetch_data: Fetch, executor: ThreadPoolExecutor) -> None:
-    """Draw until q is pressed. The server is asked on another thread: a slow answer must not hold up keys."""
+    """Draw until q is pressed. Another thread asks the server, so that a slow answer does not delay keys."""
     asked: Future[dict[str, Any]] | None = None
     due, lost, drawn = time.monotonic() + PERIOD_S, "", None
     color = console.color_system is not None
@@ -114,7 +114,7 @@ def _watch(console: Console, data: dict[str, Any], fetch_data: Fetch, executor: 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives a function that waits so many seconds for a key; "" for none, and always where no one types."""
+    """Yield a function that waits some seconds for a key and returns it; "" for none, or if stdin is not a terminal."""
     if not sys.stdin.isatty():
 
         def no_key(timeout: float) -> str:

@@ -1,4 +1,4 @@
-"""What ``gimbal top`` shows of a server's live view: one frame, as rich draws it."""
+"""One frame of ``gimbal top``: the live view of a server, for rich to draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-# Name in the snapshot: what it means, its colour, and its letter where there are no colours. As on the page.
+# Name in the snapshot: its caption, its colour, and its letter without colours. The same as on the dashboard.
 TERMS = {
     "running_prefill": ("prefill left", "#3d9bdc", "R"),
     "waiting_prefill": ("prefill waiting", "#8fd0f7", "W"),
@@ -24,23 +24,45 @@ STATES = {"serving": ("●", "green"), "warming": ("◌", "yellow"), "draining":
 OUTCOMES = {"applied": ("✓ applied", "green"), "migrating": ("➜ moving", "yellow"), "failed": ("✕ failed", "red")}
 BLOCKS, SHADES = "▁▂▃▄▅▆▇█", " .:░▒▓█"
 HEAT = np.array([[52, 128, 201], [44, 79, 112], [74, 77, 84], [178, 104, 32], [255, 190, 92]], float)
-"""From an eighth of an even share over an even one to eight times as much."""
+"""Colours of an eighth of an even share, an even share and eight times as much, with two between them."""
 DECISIONS = 6
 MAX_CELL = 4
 
 
 def frame(data: dict[str, Any], width: int, rows: int | None, color: bool, lost: str = "") -> RenderableType:
-    """The whole screen; ``rows`` is its height, None for as many as it takes. ``lost`` says why the data are old."""
-    warnings, decisions, map_rows = _warnings(data, lost), _decisions(data), len(data["experts"]["layers"])
+    """Return the whole screen.
+
+    Args:
+      data: snapshot of the server.
+      width: columns of the terminal.
+      rows: lines of the terminal; None for as many as the frame takes.
+      color: whether the terminal has colours.
+      lost: reason for which the data are old; empty if they are not.
+    """
+    head, warnings, decisions = _head(data, lost, width), _warnings(data, lost), _decisions(data)
+    title, legend, map_rows = _traffic_title(data, width), _legend(width, color), len(data["experts"]["layers"])
     if rows is not None:
-        used = 13 + len(warnings) + len(data["engines"]) + len(decisions)  # 13: titles, scales, series, empty lines
+        # 10: titles and scales without names of varying length, series, and empty lines.
+        used = 10 + sum(map(len, (head, warnings, title, legend, data["engines"], decisions)))
         map_rows = min(map_rows, max(2, rows - used) * (2 if color else 1))  # a character holds two layers
     series, engines = _series(data, width), _engines(data, width, color)
-    return Group(_head(data, lost), *warnings, series, engines, _heat_map(data, width, map_rows, color), *decisions)
+    heat = _heat_map(data, width, map_rows, color, title)
+    return Group(*head, *warnings, series, engines, *legend, heat, *decisions)
+
+
+def flowed(parts: Sequence[Text], width: int, gap: str = "  ") -> list[Text]:
+    """Join parts with ``gap``, in as many lines as they need; no part is broken."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + len(gap) + part.cell_len <= width:
+            lines[-1].append(gap).append_text(part)
+        else:
+            lines.append(Text(no_wrap=True, overflow="ellipsis").append_text(part))
+    return lines
 
 
 def seconds(value: float | None) -> str:
-    """A duration to three digits or so; a dash for None."""
+    """Return a duration in about three digits; a dash for None."""
     if value is None:
         return "-"
     if value < 0.001:
@@ -51,7 +73,7 @@ def seconds(value: float | None) -> str:
 
 
 def span(value: float) -> str:
-    """A long duration, in its two largest units."""
+    """Return a long duration in its two largest units."""
     whole = int(value)
     if whole < 60:
         return f"{whole} s"
@@ -63,7 +85,7 @@ def span(value: float) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The last ``width`` values as blocks from zero to their maximum; blanks for None."""
+    """Return the last ``width`` values as blocks from zero to their maximum; blanks for None."""
     last = values[-width:]
     top = max((value for value in last if value is not None), default=0.0)
     scale = (len(BLOCKS) - 1) / top if top > 0 else 0.0
@@ -71,15 +93,15 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def stacked(values: Sequence[float], full: float, width: int) -> list[int]:
-    """Characters of each part of a bar that ``full`` would fill; together they are as long as the sum."""
+    """Return the characters of each part of a bar that ``full`` would fill; together they are as long as the sum."""
     ends = [round(width * min(1.0, total / full)) if full > 0 else 0 for total in np.cumsum(values)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def shares(tokens_LP: np.ndarray, ranks: int, rows: int, width: int) -> np.ndarray:
-    """The map in ``rows`` and at most ``width`` columns, ranks apart by a column of NaN where there is room.
+    """Return the map in ``rows`` and at most ``width`` columns, with a column of NaN between ranks if there is room.
 
-    Values are tokens over an even share; where cells share a place, the largest of them is shown.
+    Values are tokens over an even share. If several cells share a place, the largest of them is shown.
     """
     slots = tokens_LP.shape[1]
     even_L1 = np.maximum(tokens_LP.sum(axis=1, keepdims=True) / slots, 1e-9)
@@ -99,29 +121,28 @@ def shares(tokens_LP: np.ndarray, ranks: int, rows: int, width: int) -> np.ndarr
     return np.concatenate(parts, axis=1)[:, :width]
 
 
-def _head(data: dict[str, Any], lost: str) -> Text:
+def _head(data: dict[str, Any], lost: str, width: int) -> list[Text]:
     mark, colour = ("✕", "red") if lost else STATES.get(data["state"], ("✕", "red"))
     state = "connection lost" if lost else {"warming": "warming up"}.get(data["state"], data["state"])
     mesh, policies = data["mesh"], data["policies"]
-    text = Text.assemble(
-        ("gimbal ", "bold"),
-        data["model"],
-        "  ",
-        (f"{mark} {state}", f"bold {colour}"),
-        no_wrap=True,
-        overflow="ellipsis",
+    facts = (
+        f"{mesh['dp']} x {mesh['tp']} = {mesh['ranks']} ranks",
+        *(f"{name} {policies[name]}" for name in ("dispatch", "queue", "placement")),
+        f"up {span(data['uptime_s'])}",
     )
-    text.append(
-        f"  {mesh['dp']} x {mesh['tp']} = {mesh['ranks']} ranks  dispatch {policies['dispatch']}  "
-        f"queue {policies['queue']}  placement {policies['placement']}  up {span(data['uptime_s'])}",
-        "dim",
+    return flowed(
+        [
+            Text.assemble(("gimbal ", "bold"), data["model"]),
+            Text(f"{mark} {state}", f"bold {colour}"),
+            *(Text(fact, "dim") for fact in facts),
+        ],
+        width,
     )
-    return text
 
 
 def _warnings(data: dict[str, Any], lost: str) -> list[Text]:
     if lost:
-        return [Text(f"! {lost}; what follows is from before", "bold red", no_wrap=True, overflow="ellipsis")]
+        return [Text(f"! {lost}; the data below are old", "bold red", no_wrap=True, overflow="ellipsis")]
     if not data["warnings"] and data["state"] == "serving":
         return [Text("✓ all well", "green")]
     return [Text(f"! {words}", "bold yellow", no_wrap=True, overflow="ellipsis") for words in data["warnings"]]
@@ -166,24 +187,36 @@ def _engines(data: dict[str, Any], width: int, color: bool) -> RenderableType:
             f"{engine['score']:,.0f}",
             bar,
         )
-    legend = Text(no_wrap=True, overflow="ellipsis")
-    for words, colour, letter in TERMS.values():
-        legend.append("█ " if color else f"{letter} ", colour).append(f"{words}  ", "dim")
-    return Group(Text(""), table, legend)
+    return Group(Text(""), table)
 
 
-def _heat_map(data: dict[str, Any], width: int, rows: int, color: bool) -> RenderableType:
+def _legend(width: int, color: bool) -> list[Text]:
+    """The terms of an engine's score."""
+    return flowed(
+        [
+            Text.assemble(("█ " if color else f"{letter} ", colour), (words, "dim"))
+            for words, colour, letter in TERMS.values()
+        ],
+        width,
+    )
+
+
+def _traffic_title(data: dict[str, Any], width: int) -> list[Text]:
+    experts = data["experts"]
+    parts = (
+        f"expert traffic, {experts['scope']}:",
+        f"rank imbalance {experts['imbalance']:.2f}x,",
+        f"worst {max(experts['imbalance_L']):.2f}x in layer {experts['worst_layer']};",
+        f"{experts['remote_share']:.0%} of tokens leave their engine",
+    )
+    return flowed([Text(part) for part in parts], width, gap=" ")
+
+
+def _heat_map(data: dict[str, Any], width: int, rows: int, color: bool, title: Sequence[Text]) -> RenderableType:
     experts = data["experts"]
     tokens_LP = np.array(experts["tokens_LP"])
     if not tokens_LP.any():
         return Text("\nno expert traffic counted yet", "dim")
-    title = Text(
-        f"\nexpert traffic, {experts['scope']}: rank imbalance {experts['imbalance']:.2f}x, worst "
-        f"{max(experts['imbalance_L']):.2f}x in layer {experts['worst_layer']}; "
-        f"{experts['remote_share']:.0%} of tokens leave their engine",
-        no_wrap=True,
-        overflow="ellipsis",
-    )
     share_XY = shares(tokens_LP, data["mesh"]["ranks"], rows, width - 6)
     first = [layers[0] for layers in np.array_split(experts["layers"], rows)]
     map_rows = []
@@ -197,11 +230,11 @@ def _heat_map(data: dict[str, Any], width: int, rows: int, color: bool) -> Rende
     for value in 2.0 ** np.arange(-3, 4):
         scale.append_text(_cell(value, value) if color else Text(_shade(value)))
         scale.append(f" {value:g}x  ", "dim")
-    return Group(title, *map_rows, scale)
+    return Group(Text(""), *title, *map_rows, scale)
 
 
 def _cell(upper: float, lower: float) -> Text:
-    """Two cells of the map in one character; NaN is a gap."""
+    """Return two cells of the map in one character; NaN is a gap."""
     if math.isnan(upper):
         return Text(" ")
     return Text("▀", Style(color=_colour(upper), bgcolor=None if math.isnan(lower) else _colour(lower)))

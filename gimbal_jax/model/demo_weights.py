@@ -9,7 +9,7 @@ row of an expert e in layer l is
   + random numbers along the others         so that tokens of one topic differ
 
 with normal b and u. The routing of Qwen3-30B-A3B can be modelled in this form (ours). Attention carries the topic from
-the context to each token, and the output favours words of that topic, so a sequence keeps its topic while it decodes.
+the context to each token, and the output favours words of that topic. So a sequence keeps its topic while it decodes.
 The rest of attention and experts is random and small against the residual stream.
 """
 

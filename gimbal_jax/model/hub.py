@@ -18,12 +18,22 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # of its HTTP library
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 """Patterns of the files to download: weights, configuration, tokenizer, chat template. Only the top folder counts."""
 _MIB = 2**20
 _SIGN_IN = "sign in with `hf auth login` or set HF_TOKEN"
+
+
+def check_name(model: str) -> None:
+    """Check without a network that ``model`` may be resolved. ValueError if it is neither a folder nor a hub id."""
+    if not Path(model).is_dir():
+        try:
+            validate_repo_id(model)
+        except HFValidationError as error:
+            raise ValueError(f"{model} is neither a folder nor a hub id (namespace/name)") from error
 
 
 def resolve_model(
@@ -49,6 +59,7 @@ def resolve_model(
       ValueError: there is no such model or revision, or it has no safetensors.
       OSError: the model cannot be downloaded.
     """
+    check_name(model)
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(f"{model} is a folder, which has no revision {revision}")
@@ -61,11 +72,10 @@ def resolve_model(
         "allow_patterns": list(FILES),
         "ignore_patterns": ["*/*"],
     }
+    # Errors of the hub library become ValueError for a wrong name, and OSError for a failed download.
     try:
         total = _check_files(request, cache_dir or Path(constants.HF_HUB_CACHE))
         return Path(snapshot_download(**request, tqdm_class=_reporter(progress, total)))
-    except HFValidationError as error:
-        raise ValueError(f"{model} is neither a folder nor a hub id (namespace/name)") from error
     except GatedRepoError as error:
         raise ValueError(f"{model} is gated: request access on its page of the hub, then {_SIGN_IN}") from error
     except RepositoryNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Bytes that a mesh needs on each of its devices: arithmetic only, nothing is allocated."""
+"""Bytes that a mesh needs on each of its devices, by arithmetic; no memory is allocated."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from gimbal_jax.pallas_kernels.grouped_matmul import slots_bytes, temporary_byte
 from gimbal_jax.pallas_kernels.paged_attention import BLOCK
 
 SAMPLING_COPIES = 7
-"""Arrays of the logits' size that live at once while sampling: the logits, four more that XLA holds for H100 (it
-reports 5.01 times the logits as temporaries of a decode step), and two of scratch for the sort on the device. The log
-probabilities of prompts have no more places at once, and need as much."""
+"""Arrays of the size of the logits that exist together while sampling. They are the logits, four more that XLA
+allocates for H100, and two of scratch memory for the sort on the device. XLA reports 5.01 times the logits as
+temporaries of a decode step. Log probabilities of prompts have no more places in one block, and need as much."""
 SPLIT_ROWS = 264 * 128
-"""Rows of float32 partial results where blocks of the attention kernel share a context: at most 264 blocks, of two
-times 64 rows."""
+"""Rows of float32 partial results if blocks of the attention kernel share a context: at most 264 blocks of 2 * 64
+rows."""
 GB = 1e9
+"""Bytes of a GB in texts."""
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Weights on one device."""
+    """Bytes of the weights on one device."""
 
     experts: int
+    """Experts of this device's slots."""
     attention: int
-    """With the norms, which every device holds."""
+    """Attention, and the norms of the layers, which every device holds."""
     router: int
+    """Routers, which every device holds."""
     dense: int
-    """Feed-forward of the layers without experts."""
+    """Feed-forward networks of the layers without experts."""
     vocabulary: int
     """Embedding, output head and the last norm."""
 
@@ -50,49 +53,55 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What one step needs on one device besides weights and cache, at most: an estimate, from above."""
+    """Bytes of temporary memory that one step needs on one device; an upper estimate."""
 
     activations: int
-    """Hidden states that live through a layer, and embeddings before they are added up."""
+    """Hidden states that exist during a whole layer, and embeddings before they are added up."""
     attention: int
-    """Queries, keys, values and outputs, with float32 forms and partial results."""
+    """Queries, keys, values and outputs, with float32 copies and partial results."""
     feed_forward: int
-    """Tokens of all engines with what their experts here make of them, or the dense layers' activations."""
+    """Tokens of all engines with the outputs of the experts here, or the activations of the dense layers."""
     logits: int
-    """float32 logits of every group, with what sampling makes of them, or of a block of prompt tokens."""
+    """float32 logits of every group, or of a block of prompt tokens, with the arrays of sampling."""
 
     @property
     def total(self) -> int:
-        """Attention, feed-forward and logits are never there at once."""
+        """Peak of the step. Attention, feed-forward and logits do not exist at the same time."""
         return self.activations + max(self.attention, self.feed_forward, self.logits)
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What one device holds: a fixed part, and KV pages in the rest."""
+    """Bytes on one device: a fixed part, and KV pages in the rest."""
 
     weights: WeightBytes
+    """Weights."""
     migration: int
     """Buffers of ``move_experts``; 0 if no experts move."""
     step: StepBytes
+    """Temporary memory of the largest step."""
     tables: int
-    """Counters, placement and page tables; rare inputs, blank ones and those of a step that asks for all."""
+    """Counters, placement, page tables and rare inputs, both blank ones and those of a step that uses all."""
     page: int
-    """One KV page: this device's heads, keys and values, all layers."""
+    """One KV page: keys and values of this device's heads in all layers."""
     least_pages: int
-    """Pages of one sequence of the greatest length: fewer are no use."""
+    """Pages of one sequence of the greatest length, without which an engine cannot serve."""
 
     @property
     def fixed(self) -> int:
+        """Everything but KV pages."""
         return self.weights.total + self.migration + self.step.total + self.tables
 
     @property
     def least(self) -> int:
-        """Memory below which the mesh cannot serve."""
+        """Least memory with which the mesh can serve."""
         return self.fixed + self.least_pages * self.page
 
     def kv_pages(self, budget: int) -> int:
-        """KV pages of an engine, if each of its devices may use ``budget`` bytes. ValueError if they are too few."""
+        """Return the KV pages of an engine if each of its devices may use ``budget`` bytes.
+
+        Raises ValueError if they are fewer than ``least_pages``.
+        """
         if budget < self.least:
             raise ValueError(
                 f"each device may use {budget / GB:.1f} GB, and needs {self.least / GB:.1f} GB: "
@@ -111,11 +120,11 @@ def device_bytes(
     *,
     start_placement: bool = False,
 ) -> DeviceBytes:
-    """What a server with these settings needs on each device.
+    """Return the bytes that a server with these settings needs on each device.
 
     Args:
       model: the architecture.
-      config: a mesh that passes ``check_mesh``; ``engine.num_pages`` plays no part.
+      config: settings with a mesh that passes ``check_mesh``; ``engine.num_pages`` has no effect.
       bucket: (decode rows, prefill tiles) of the largest step.
       backend: which form of the kernels the devices run.
       start_placement: whether experts move to a given placement before serving. They do so under ``static`` too.
@@ -124,7 +133,7 @@ def device_bytes(
     moves = start_placement or config.placement.policy != "static"
     _, groups = group_sizes(*bucket, engine.tile)
     layers_and_experts = len(model.moe_layers) * model.num_experts
-    # New counts stand beside the old ones; counts and placement are int32, and so are page numbers and tokens.
+    # Old counts, new counts and placement; then page tables and last tokens. All are int32.
     tables = 4 * (3 * layers_and_experts + groups * engine.pages_per_row + engine.max_rows)
     tables += 2 * rare_bytes(model.vocab_size, engine)
     return DeviceBytes(
@@ -138,7 +147,7 @@ def device_bytes(
 
 
 def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
-    """Weights on each device: exactly what the shards of ``abstract_model`` take."""
+    """Return the weights on each device, exactly the bytes of the shards of ``abstract_model``."""
     m, tp, item = model, mesh.tp, ITEM_BYTES[model.weights_dtype]
     heads = m.num_heads // tp * m.head_dim
     kv = kv_heads_in_cache(m, tp) // tp * m.head_dim
@@ -157,39 +166,39 @@ def weight_bytes(model: ModelConfig, mesh: MeshConfig) -> WeightBytes:
 
 
 def kv_bytes_per_token(model: ModelConfig, tp: int = 1) -> int:
-    """Keys and values of one token in all layers, on each of an engine's ``tp`` devices; on all of them for 1.
+    """Return the bytes of one token's keys and values in all layers, on each of an engine's ``tp`` devices.
 
-    More devices than KV heads hold copies: each has one head.
+    If there are more devices than KV heads, each device has a copy of one head.
     """
     heads = kv_heads_in_cache(model, tp) // tp
     return 2 * model.num_layers * heads * model.head_dim * ITEM_BYTES[model.dtype]
 
 
 def migration_bytes(model: ModelConfig, mesh: MeshConfig, rows_per_pair: int) -> int:
-    """What ``move_experts`` needs on each device: the rows that it sends, and as many received."""
+    """Return the buffers of ``move_experts`` on each device: the rows that it sends, and as many received ones."""
     return 2 * mesh.ranks * rows_per_pair * expert_bytes(model)
 
 
 def rare_bytes(vocab_size: int, engine: EngineConfig) -> int:
-    """What few requests ask for, for each sequence and place that may: see ``RareInputs``."""
-    settings = 4  # prompt tokens and penalties
-    of_sequence = settings + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS + -(-vocab_size // 32) + engine.max_model_len
-    return 4 * (engine.max_rows * of_sequence + -(-engine.token_budget // engine.tile) * engine.tile)
+    """Return the bytes of one engine's ``RareInputs``, without the scalars."""
+    settings = 4  # prompt tokens and three penalties
+    per_row = settings + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS + -(-vocab_size // 32) + engine.max_model_len
+    return 4 * (engine.max_rows * per_row + -(-engine.token_budget // engine.tile) * engine.tile)
 
 
 def step_bytes(
     model: ModelConfig, mesh: MeshConfig, engine: EngineConfig, bucket: tuple[int, int], backend: Backend
 ) -> StepBytes:
-    """Temporaries of a step of this (decode rows, prefill tiles); see ``StepBytes``."""
+    """Return the temporary memory of a step of this (decode rows, prefill tiles); see ``StepBytes``."""
     m, item = model, ITEM_BYTES[model.dtype]
     tokens, groups = group_sizes(*bucket, engine.tile)
     prompt_places = bucket[1] * engine.tile
     heads = m.num_heads // mesh.tp
     kv_heads = kv_heads_in_cache(m, mesh.tp) // mesh.tp
-    received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks  # a rank may get the tokens of all engines
+    received, slots = mesh.dp * tokens, m.num_experts // mesh.ranks  # a rank may receive the tokens of all engines
     routed = received, m.experts_per_token, slots, m.hidden_size, m.moe_intermediate_size, mesh.ranks
     if backend == "xla":
-        # Scores, shares and values of a block of context.
+        # Scores, their exponentials and values of a block of context.
         partial = (3 * tokens * heads + groups * kv_heads * m.head_dim) * max(BLOCK, engine.page_size) * 4
         experts = slots_bytes(*routed, item, ITEM_BYTES[m.weights_dtype])
     else:

@@ -51,6 +51,7 @@ def sample(
         adjusted_CV = jax.lax.cond(
             rare.adjusts, lambda: _adjust(logits_CV, last_token_C, position_C, row_C, rare), lambda: logits_CV
         )
+        # Bias and penalties may change the greedy tokens.
         greedy_C = jax.lax.cond(rare.adjusts, lambda: _first_of_the_best(adjusted_CV)[0], lambda: best_C)
         return _draw(adjusted_CV, greedy_C, position_C, s)
 

@@ -3,8 +3,8 @@
 The caller knows the place of each (token, choice) pair among this rank's pairs in slot order, so nothing is sorted
 here.
 
-- On Hopper, rows are gathered into slot order and multiplied by tokamax's grouped product, chunk by chunk, for as many
-  chunks as are in use.
+- On Hopper, rows are gathered into slot order and multiplied by tokamax's grouped product. A loop computes one chunk
+  after the other, for as many chunks as are in use.
 - In plain XLA, one batched product takes the first rows of every slot, up to a quarter more than the average load. A
   loop then computes the other rows, tile by tile.
 - In plain XLA with few tokens, a loop over the slots in use computes all tokens for each of them.
@@ -29,7 +29,7 @@ LARGEST_TILE = 32
 """Most rows of a tile in the XLA form. On a CPU 16, 32 and 64 take equal times within 5 %, with 32 to 544 tokens."""
 SLOTS_AT_ONCE = 8
 """Slots of one product in a loop of the XLA form. XLA copies their weights. On a CPU 2, 4 and 8 take equal times within
-15 % for 1 to 4 tokens, and 8 takes 0.95 times as long as 1 for tiles of 544 tokens."""
+15 % for 1 to 4 tokens. For tiles of 544 tokens, 8 takes 0.95 times as long as 1."""
 FEW_SLOTS = 0.5
 """Pairs per slot up to which a loop over the slots in use takes less time than one product that reads all weights."""
 ALWAYS_ONE_CHUNK = 8192

@@ -1,9 +1,9 @@
 """Expert routing fused with source counting (paper 5.1, 6).
 
-One pass over the router logits computes everything that the MoE exchange and the placement need: the slots of each
-token's experts, their weights, and the tokens of this source that chose each logical expert. It also computes the place
-of each pair among those of the same slot, and of each token among those for the same rank, so that nothing must be
-sorted. ``route_and_count_reference`` is the specification.
+One pass over the router logits serves the MoE exchange and the placement. It computes the slots of each token's
+experts, their weights, and the tokens of this source that chose each logical expert. It also computes each pair's place
+among those of its slot, and each token's place among those for a rank. So nothing must be sorted later.
+``route_and_count_reference`` is the specification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Exact assignment of items to groups of bounded size (minimum-cost flow over the groups)."""
+"""Exact assignment of items to groups of bounded size (minimum-cost flow over the groups).
+
+Axes: N items, C groups.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import numpy as np
 
 
 def assign(gain_NC: np.ndarray, capacity: int) -> np.ndarray:
-    """Group of each item [N] so that the sum of gains is largest and no group holds more than ``capacity``.
+    """Return the group of each item [N] with the largest sum of gains and at most ``capacity`` items per group.
 
-    Every item first takes its best group. Then, while a group is too full, the cheapest chain of
-    items moves on, each to the next group, until one lands where there is room: moves along
-    shortest paths keep the assignment the best one for the sizes at hand (successive shortest
-    paths). With ``capacity`` 1 and as many groups as items this is the assignment problem.
-    Ties go to the lower group. Raises ValueError if the groups cannot hold all items.
+    Every item first takes its best group. While a group is too full, the cheapest chain of items moves on, each to
+    the next group of the chain, and the last group of the chain has room. Moves along shortest paths keep the
+    assignment optimal for its group sizes (successive shortest paths). ``capacity`` 1 with as many groups as items
+    gives the assignment problem. The lower group wins a tie.
+    Raises ValueError if the groups cannot hold all items.
     """
     items, groups = gain_NC.shape
     if items > groups * capacity:
@@ -31,10 +34,10 @@ def assign(gain_NC: np.ndarray, capacity: int) -> np.ndarray:
 def _cheapest_chain(
     gain_NC: np.ndarray, group_N: np.ndarray, size_C: np.ndarray, capacity: int
 ) -> list[tuple[int, int]]:
-    """(item, its new group) along the cheapest path from a group that is too full to one with room."""
+    """Return (item, its new group) along the cheapest path from a group that is too full to one with room."""
     items, groups = gain_NC.shape
     loss_NC = gain_NC[np.arange(items), group_N][:, None] - gain_NC
-    # Cheapest item to move from each group to each other one.
+    # The cheapest item to move from each group to each other one, and its loss.
     cost_CC = np.full((groups, groups), np.inf)
     item_CC = np.zeros((groups, groups), np.int64)
     for group in np.unique(group_N):
@@ -42,7 +45,7 @@ def _cheapest_chain(
         cheapest = loss_NC[members].argmin(axis=0)
         item_CC[group] = members[cheapest]
         cost_CC[group] = loss_NC[item_CC[group], np.arange(groups)]
-    # Bellman and Ford: moves may gain, cycles cannot; rounding must not make them seem to.
+    # Bellman-Ford. A move may gain, but a cycle cannot. The tolerance keeps rounding errors from looking like gains.
     tolerance = 1e-9 * max(1.0, float(np.abs(gain_NC).max()))
     distance_C = np.where(size_C > capacity, 0.0, np.inf)
     before_C = np.full(groups, -1)
@@ -55,6 +58,7 @@ def _cheapest_chain(
             break
         distance_C = np.where(shorter_C, reached_C, distance_C)
         before_C = np.where(shorter_C, best_C, before_C)
+    # Walk back from the nearest group with room.
     group = int(np.where(size_C < capacity, distance_C, np.inf).argmin())
     chain = []
     while (before := int(before_C[group])) >= 0:

@@ -1,8 +1,9 @@
-"""Traffic windows and placements as .npz files: written by servers, read by ``gimbal place``, simulators and you.
+"""Traffic windows and placements as .npz files, written by servers and read by ``gimbal place`` and the simulator.
 
-A file holds ``counts`` [W, L, S, E], ``slot_of_expert`` [W, L, E] (in force while each window was
-counted) and ``meta`` (JSON text, with the number of ranks); from an offline profile also
-``transitions`` [L-1, E, E] and ``request_counts`` [N, L, E]. A placement file has no counts.
+A counts file holds ``counts`` [W, L, S, E], ``slot_of_expert`` [W, L, E] (the placement when each window closed) and
+``meta`` (JSON text, with the number of ranks). An offline profile also has ``transitions`` [L-1, E, E] and
+``request_counts`` [N, L, E]. A placement file has no counts.
+Axes: W windows, L MoE layers, S sources (DP engines), E experts, N requests.
 """
 
 from __future__ import annotations
@@ -21,21 +22,27 @@ from gimbal_jax.config import MeshConfig, ModelConfig
 
 
 class CountsFileError(ValueError):
-    """A file that is not what it should be; the message names the file and what is wrong."""
+    """An invalid counts or placement file. The message names the file and the violated rule."""
 
 
 @dataclass(frozen=True, eq=False)
 class CountsFile:
-    """The windows of one file. Axes: W windows, L MoE layers, S sources, E experts, N requests."""
+    """The content of a counts file."""
 
     counts_WLSE: np.ndarray
+    """Expert tokens of each window, int64."""
     slot_of_expert_WLE: np.ndarray
+    """Placement of each window, int32."""
     meta: dict[str, Any]
+    """Everything else, at least ``ranks``."""
     transitions_LEE: np.ndarray | None = None
+    """[L-1, E, E]: (token, expert of layer l, expert of layer l + 1) triples; None without an offline profile."""
     request_counts_NLE: np.ndarray | None = None
+    """Expert tokens of each request; None without an offline profile."""
 
     @property
     def ranks(self) -> int:
+        """Number of ranks that the placements are for."""
         return int(self.meta["ranks"])
 
 
@@ -48,10 +55,10 @@ def save_counts(
     transitions_LEE: np.ndarray | None = None,
     request_counts_NLE: np.ndarray | None = None,
 ) -> None:
-    """Write windows [W, L, S, E] with their placements [W, L, E], or one window [L, S, E] with its own [L, E].
+    """Write windows [W, L, S, E] with their placements [W, L, E], or one window [L, S, E] with its placement [L, E].
 
-    ``meta`` is what JSON can hold, with ``ranks``. The file appears when it is complete.
-    Raises CountsFileError for arrays that ``load_counts`` would refuse, and OSError.
+    ``meta`` must have ``ranks`` and be valid JSON. The file appears only once it is complete.
+    Raises CountsFileError for arrays that ``load_counts`` would reject, and OSError.
     """
     counts, slot_of_expert = np.asarray(counts), np.asarray(slot_of_expert)
     arrays = {
@@ -64,7 +71,7 @@ def save_counts(
 
 
 def load_counts(path: Path) -> CountsFile:
-    """Read a counts file. Raises CountsFileError, or OSError where it cannot be read."""
+    """Read a counts file. Raises CountsFileError if it is invalid, and OSError if it cannot be read."""
     arrays, meta = _read(path)
     _check_counts(path, arrays, meta)
     return CountsFile(
@@ -82,26 +89,33 @@ def save_placement(path: Path, slot_of_expert_LE: np.ndarray, meta: Mapping[str,
 
 
 def load_placement(path: Path) -> tuple[np.ndarray, int]:
-    """slot_of_expert_LE and ranks of a placement file, or of a counts file's last window. Errors as ``load_counts``."""
+    """Read slot_of_expert_LE and the number of ranks from a placement file, or from a counts file's last window.
+
+    Raises CountsFileError if the file is invalid, and OSError if it cannot be read.
+    """
     arrays, meta = _read(path)
     _check_placement(path, arrays, meta)
     return arrays["slot_of_expert"][-1].astype(np.int32), int(meta["ranks"])
 
 
 def load_placement_of(path: Path, model: ModelConfig, mesh: MeshConfig) -> np.ndarray:
-    """``load_placement``'s slot_of_expert_LE; CountsFileError also if it is of another model's or mesh's shape."""
+    """Read slot_of_expert_LE as ``load_placement`` does, for this model and mesh.
+
+    Raises CountsFileError if the file is invalid or has the shape of another model or mesh, and OSError.
+    """
     slot_of_expert_LE, ranks = load_placement(path)
     shape = len(model.moe_layers), model.num_experts
     if slot_of_expert_LE.shape != shape or ranks != mesh.ranks:
         (layers, experts), found = shape, slot_of_expert_LE.shape
         wanted = f"{layers} layers of {experts} experts on {mesh.ranks} ranks"
         raise CountsFileError(
-            f"{path}: its placement is of {found[0]} layers of {found[1]} experts on {ranks} ranks, not {wanted}"
+            f"{path}: the placement must be for {wanted}, not {found[0]} layers of {found[1]} experts on {ranks} ranks"
         )
     return slot_of_expert_LE
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], meta: Mapping[str, Any], check: Any) -> None:
+    """Check the arrays, write them to a temporary file and rename it."""
     check(path, arrays, meta)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -113,15 +127,16 @@ def _write(path: Path, arrays: dict[str, np.ndarray], meta: Mapping[str, Any], c
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays and the meta of a file, unchecked."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
     except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise CountsFileError(f"{path} is no .npz file of arrays") from error
+        raise CountsFileError(f"{path}: must be an .npz file of arrays") from error
     try:
         meta = json.loads(str(arrays.pop("meta")))
     except KeyError as error:
-        raise CountsFileError(f"{path} has no meta") from error
+        raise CountsFileError(f"{path}: must have meta") from error
     except json.JSONDecodeError as error:
         raise CountsFileError(f"{path}: meta must be JSON") from error
     return arrays, meta
@@ -132,7 +147,7 @@ def _check_counts(path: Path, arrays: Mapping[str, np.ndarray], meta: Any) -> No
     windows, layers, experts = arrays["slot_of_expert"].shape
     counts = _array(path, arrays, "counts", "WLSE")
     if (counts.shape[0], counts.shape[1], counts.shape[3]) != (windows, layers, experts):
-        wanted = f"[{windows}, {layers}, S, {experts}] as slot_of_expert says"
+        wanted = f"[{windows}, {layers}, S, {experts}], the shape of slot_of_expert"
         raise CountsFileError(f"{path}: counts must be {wanted}, not {list(counts.shape)}")
     if meta["ranks"] % counts.shape[2]:
         raise CountsFileError(f"{path}: {meta['ranks']} ranks cannot be split over {counts.shape[2]} sources")
@@ -157,12 +172,12 @@ def _check_placement(path: Path, arrays: Mapping[str, np.ndarray], meta: Any) ->
 
 
 def _array(path: Path, arrays: Mapping[str, np.ndarray], name: str, axes: str) -> np.ndarray:
-    """The named array, of these axes, none empty, and whole numbers from 0 on."""
+    """Return the named array. Raises CountsFileError unless it has these axes, none empty, and integers >= 0."""
     if name not in arrays:
-        raise CountsFileError(f"{path} has no {name}")
+        raise CountsFileError(f"{path}: must have {name}")
     array = arrays[name]
     if array.ndim != len(axes) or 0 in array.shape:
-        raise CountsFileError(f"{path}: {name} must be {axes}, none of them 0, not {list(array.shape)}")
+        raise CountsFileError(f"{path}: {name} must be {axes} with every axis at least 1, not {list(array.shape)}")
     if array.dtype.kind not in "iu" or (array < 0).any():
-        raise CountsFileError(f"{path}: {name} must be whole numbers from 0 on")
+        raise CountsFileError(f"{path}: {name} must be integers of at least 0")
     return array

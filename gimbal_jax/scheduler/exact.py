@@ -1,6 +1,7 @@
 """The exact reference (paper 5.3): placement as a mixed-integer program, solved by HiGHS. Offline only.
 
-The one module of the scheduler that needs scipy; none of the others imports it.
+This is the only module of the scheduler that needs scipy, and no other imports it.
+Axes: L MoE layers, E experts, R ranks.
 """
 
 from __future__ import annotations
@@ -21,30 +22,31 @@ Status = Literal["optimal", "time limit", "nothing found"]
 
 _STEPS = 0.002 * 1.25 ** np.arange(34)
 _TANGENTS = np.concatenate([-_STEPS[_STEPS < 1], [0.0], _STEPS])
-"""Deviations of a rank's load from the mean at which tangents bound their square from below.
+"""Deviations of a rank's load from the mean at which tangents bound the squared deviation from below.
 
-Between two of them it is underestimated by at most 1.3 %, and near 0 by at most 1e-6."""
+The tangents underestimate the square by at most 1.3 % between two of these points, and by at most 1e-6 near 0."""
 _SCALE = 100.0
-"""The solver gets the objective times this: its tolerances are absolute, 1e-6 and less, and must not matter."""
+"""Factor on the objective for the solver, whose absolute tolerances of 1e-6 and less must not matter."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExactAnswer:
-    """What the solver found in each layer, and how much better an answer could be at most."""
+    """The solver's answer for each layer, with a bound on the cost of any better answer."""
 
     rank_LE: np.ndarray
-    """Rank of each expert; where nothing was found, that of today."""
+    """Rank of each expert; the current rank in layers without an answer."""
     cost_L: np.ndarray
-    """By the objective itself, not by the solver's linear form of it."""
+    """Cost of the answer by the objective itself, not by the solver's linear form of it."""
     bound_L: np.ndarray
-    """No placement costs less."""
+    """Lower bound of the cost of any placement."""
     status_L: tuple[Status, ...]
-    """"optimal" means within the gap that was asked for."""
+    """How the search ended; "optimal" means within the requested gap."""
     seconds_L: np.ndarray
+    """Seconds of the search."""
 
     @property
     def gap_L(self) -> np.ndarray:
-        """Share of the cost that a better placement could save at most."""
+        """Largest share of the cost that a better placement could save."""
         return np.maximum(self.cost_L - self.bound_L, 0) / np.maximum(self.cost_L, 1e-12)
 
 
@@ -53,10 +55,13 @@ def exact_answer(
     *,
     time_limit_s: float = 60.0,
     gap: float = 1e-4,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ExactAnswer:
-    """Solve layer by layer, each until its relative gap is at most ``gap`` or ``time_limit_s`` is over."""
+    """Solve layer by layer, each until its relative gap is at most ``gap`` or ``time_limit_s`` has passed.
+
+    ``progress`` gets the number of solved layers and of all layers after each layer.
+    """
     fixed_LER, rank_LE = objective.fixed_LER, objective.old_rank_LE.copy()
     layers = len(rank_LE)
     bound_L, seconds_L = np.zeros(layers), np.zeros(layers)
@@ -66,6 +71,7 @@ def exact_answer(
         weight_E, config = objective.weight_LE[layer], objective.config
         result = _solve(fixed_LER[layer], weight_E, config.beta, config.load_term, time_limit_s, gap)
         seconds_L[layer] = clock() - began
+        # The first E * R variables of the solution say which rank each expert is on.
         if result.x is None:
             status_L.append("nothing found")
         else:
@@ -73,21 +79,24 @@ def exact_answer(
             status_L.append("optimal" if result.status == 0 else "time limit")
         if result.mip_dual_bound is not None:
             bound_L[layer] = max(0.0, result.mip_dual_bound / _SCALE)
-        progress(layer + 1, layers)
+        if progress is not None:
+            progress(layer + 1, layers)
     return ExactAnswer(rank_LE, objective.cost_L(rank_LE), bound_L, tuple(status_L), seconds_L)
 
 
 def _solve(
     fixed_ER: np.ndarray, weight_E: np.ndarray, beta: float, term: LoadTerm, time_limit_s: float, gap: float
 ) -> OptimizeResult:
-    """The program of one layer. Variables: x[e, r], 1 if e is on r; d[r], deviation of r's load; t, the load term.
+    """Solve the program of one layer.
 
-    "max": one t >= d[r]. "square": for each rank a t[r] above the tangents of d[r] ** 2, of which the mean counts.
-    Both forms are never above the objective, so that the solver's bound holds for it.
+    The variables are x[e, r] (1 if e is on r), d[r] (deviation of the load of r from the mean) and t (the load term).
+    For "max" there is one t, and t >= d[r]. For "square" there is a t[r] above the tangents of d[r] ** 2 for each
+    rank, and the mean of t[r] counts. Neither form exceeds the objective, so the solver's bound is a bound of it.
     """
     experts, ranks = fixed_ER.shape
     mean = weight_E.sum() / ranks
     each_rank, each_expert, one_rank = eye_array(ranks), eye_array(experts), np.ones((1, ranks))
+    # Rows t_above @ (t, d) >= t_least: they keep t above the load term.
     if term == "square":
         terms = ranks
         slopes = 2 * _TANGENTS[:, None]
@@ -97,6 +106,7 @@ def _solve(
         terms = 1
         t_above = csr_array(np.ones((ranks, 1))), -each_rank
         t_least = np.zeros(ranks)
+    # Equations: each expert has one rank, each rank E / R experts, and d is the deviation of the load.
     no_load = csr_array((experts + ranks, ranks + terms))
     places = vstack([kron(each_expert, one_rank), kron(np.ones((1, experts)), each_rank)])
     matrix = block_array(

@@ -1,4 +1,7 @@
-"""From one placement to another: what moves, and in which rounds, each of which leaves a consistent table."""
+"""From one placement to another: the experts that move, and rounds of moves that each leave a consistent table.
+
+Axes: L MoE layers, E experts, M experts that move.
+"""
 
 from __future__ import annotations
 
@@ -12,50 +15,55 @@ import numpy as np
 from gimbal_jax.scheduler.traffic import rank_of_expert
 
 Cycle = list[int]
-"""Slots whose contents move on together: each to the next slot, the last to the first."""
+"""Slots whose contents move on together: each to the next slot, and the last to the first."""
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Moves that happen at once: what is in ``src_slot[i]`` goes to ``dst_slot[i]`` (int32).
-
-    The slots that are written are the slots that are read, so nothing is lost.
-    """
+    """Simultaneous moves within one layer. A round writes exactly the slots that it reads, so no expert is lost."""
 
     src_slot: np.ndarray
+    """Slot that each move reads, int32."""
     dst_slot: np.ndarray
+    """Slot that each move writes, int32."""
     slot_of_expert_E: np.ndarray
-    """The layer's table after the round."""
+    """The layer's table after the round, int32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Migration:
-    """What is different in a new placement. M: experts that get another slot, by layer and expert."""
+    """Difference between two placements: the experts that get another slot, ordered by layer and expert."""
 
     layer_M: np.ndarray
+    """MoE layer of the expert."""
     expert_M: np.ndarray
+    """Index of the expert in its layer."""
     src_slot_M: np.ndarray
+    """Slot in the old placement."""
     dst_slot_M: np.ndarray
+    """Slot in the new placement."""
     src_rank_M: np.ndarray
+    """Rank in the old placement."""
     dst_rank_M: np.ndarray
+    """Rank in the new placement."""
 
     @property
     def experts_moved(self) -> int:
-        """Experts that change rank; a change of slot within a rank is no move."""
+        """Number of experts that change rank; a change of slot within a rank does not count."""
         return int((self.src_rank_M != self.dst_rank_M).sum())
 
     @property
     def layers(self) -> np.ndarray:
-        """MoE layers whose table changes, rising."""
+        """MoE layers whose table changes, ascending."""
         return np.unique(self.layer_M)
 
     def sent_bytes(self, expert_bytes: int) -> int:
-        """Bytes that leave their rank, with ``expert_bytes`` for the weights of one expert of one layer."""
+        """Return the bytes that leave their rank; ``expert_bytes`` is the size of one expert of one layer."""
         return self.experts_moved * expert_bytes
 
 
 def migration_between(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, ranks: int) -> Migration:
-    """What turns the old placement into the new one."""
+    """Return the difference between the old and the new placement."""
     layer_M, expert_M = np.nonzero(old_slot_LE != new_slot_LE)
     changes = layer_M, expert_M
     old_rank_LE, new_rank_LE = rank_of_expert(old_slot_LE, ranks), rank_of_expert(new_slot_LE, ranks)
@@ -65,22 +73,22 @@ def migration_between(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, ranks: i
 def plan_rounds(
     old_slot_of_expert_E: np.ndarray, new_slot_of_expert_E: np.ndarray, ranks: int, rows_per_pair: int
 ) -> list[Round]:
-    """Rounds that turn the old table into the new one, to be run in order.
+    """Return rounds that turn a layer's old table into its new one if they run in order.
 
-    No ordered pair (from rank, to rank) moves more than ``rows_per_pair`` rows in a round;
-    moves within a rank count too. The cycles of the slot permutation are packed whole, longest
-    first, each into the first round with room. One that exceeds the limit alone is cut into
-    shorter ones, at one extra move per cut. Raises ValueError if two experts swap
-    within a rank and ``rows_per_pair`` is 1.
+    In a round, no ordered pair (from rank, to rank) moves more than ``rows_per_pair`` rows. Moves within a rank count
+    too. The cycles of the slot permutation are packed whole, longest first, each into the first round with room. A
+    cycle that exceeds the limit alone is cut into shorter cycles, at one extra move per cut.
+    Raises ValueError if two experts swap within a rank and ``rows_per_pair`` is 1.
     """
     slots = len(old_slot_of_expert_E)
     rank_of_slot = [slot * ranks // slots for slot in range(slots)]
     packed: list[list[Cycle]] = []
     used: list[Counter[tuple[int, int]]] = []
     for cycle in sorted(_cycles(old_slot_of_expert_E, new_slot_of_expert_E), key=len, reverse=True):
-        earliest = 0  # the pieces of a cut cycle share a slot: one after the other
+        earliest = 0  # the pieces of a cut cycle share a slot, so they need different rounds, in order
         for piece in _cut(cycle, rank_of_slot, rows_per_pair):
             rows = Counter((rank_of_slot[src], rank_of_slot[dst]) for src, dst in _moves(piece))
+            # The first round with room for the piece, or a new one.
             index = next(
                 (i for i in range(earliest, len(used)) if max((used[i] + rows).values()) <= rows_per_pair), len(used)
             )
@@ -94,6 +102,7 @@ def plan_rounds(
 
 
 def _rounds(packed: list[list[Cycle]], slot_of_expert_E: np.ndarray) -> list[Round]:
+    """Return the packed cycles as rounds, with the table after each of them."""
     rounds = []
     expert_of_slot = np.argsort(slot_of_expert_E)
     for cycles in packed:
@@ -108,7 +117,7 @@ def _moves(cycle: Cycle) -> Iterator[tuple[int, int]]:
 
 
 def _cycles(old_slot_of_expert_E: np.ndarray, new_slot_of_expert_E: np.ndarray) -> Iterator[Cycle]:
-    """Disjoint cycles of the slots whose content changes."""
+    """Yield the disjoint cycles of the slots whose content changes."""
     moves = zip(old_slot_of_expert_E.tolist(), new_slot_of_expert_E.tolist(), strict=True)
     destination = {old: new for old, new in moves if old != new}
     while destination:
@@ -121,15 +130,15 @@ def _cycles(old_slot_of_expert_E: np.ndarray, new_slot_of_expert_E: np.ndarray) 
 
 
 def _cut(cycle: Cycle, rank_of_slot: list[int], rows_per_pair: int) -> Iterator[Cycle]:
-    """Shorter cycles that have the same effect one after the other, each within the limit.
+    """Yield shorter cycles within the limit that have the effect of ``cycle`` if they run in order.
 
-    Running the first n slots as a cycle leaves the content of the last of them in the
-    first slot, so the first slot and the rest are again one cycle.
+    If the first n slots run as a cycle, the content of the last of them ends in the first slot. So the first slot and
+    the remaining slots form one cycle again.
     """
     while True:
         n = _longest_prefix(cycle, rank_of_slot, rows_per_pair)
         if n == 0:
-            raise ValueError(f"rows_per_pair must be at least 2 to swap experts within a rank, not {rows_per_pair}")
+            raise ValueError(f"rows_per_pair {rows_per_pair}: must be at least 2 to swap experts within a rank")
         yield cycle[:n]
         if n == len(cycle):
             return
@@ -137,7 +146,7 @@ def _cut(cycle: Cycle, rank_of_slot: list[int], rows_per_pair: int) -> Iterator[
 
 
 def _longest_prefix(cycle: Cycle, rank_of_slot: list[int], rows_per_pair: int) -> int:
-    """Most slots from the start that, closed to a cycle, keep the limit; 0 if none do."""
+    """Return the largest number of first slots that keep the limit if closed to a cycle; 0 if there is none."""
     longest = 0
     rows: Counter[tuple[int, int]] = Counter()
     for length, (src, dst) in enumerate(pairwise(cycle), start=2):

@@ -1,4 +1,7 @@
-"""Local search by swaps (ours): close to the exact answer, and few experts move."""
+"""Local search by swaps (ours): close to the exact answer, and few experts move.
+
+Axes: L MoE layers, E experts, R ranks, P places for experts on a rank (E / R), A layers that the search still works on.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ _STAGES: dict[LoadTerm, tuple[tuple[LoadTerm, float], ...]] = {
     "square": (("square", 0.01), ("square", 0.03), ("square", 0.1), ("square", 0.3), ("square", 1.0)),
     "max": (("square", 0.1), ("square", 1.0), ("square", 10.0), ("square", 100.0), ("max", 1.0)),
 }
-"""By the load term wanted: (load term, share of ``beta``) of each search, from the answer of the one before.
+"""Searches to run for each load term, as (load term, share of ``beta``). Each starts from the previous answer.
 
-Load is settled last, by small steps: with all of ``beta`` at once, the first swaps even the load
-in any way and leave none that help communication and moves. By the fullest rank alone the search
-would end where two ranks are equally full, so the square leads there."""
+Load is settled last, in small steps. With all of ``beta`` from the start, the first swaps would balance the load in any
+way and leave no swaps that help communication and moves. With the term "max" alone, the search would end as soon as two
+ranks are equally full, so searches with "square" come first."""
 _LEAST_GAIN = 1e-12
-"""Below it a gain is rounding error, and swaps could go round in circles."""
+"""Smaller gains are rounding errors, with which swaps could repeat forever."""
 
 
 def refined_rank_LE(objective: Objective) -> np.ndarray:
-    """Rank of each expert, E / R experts on each rank.
+    """Return the rank of each expert, E / R experts on each rank.
 
-    Per layer the cheapest of staying, the search from the placement in force in ``_STAGES``, and the
-    search from greedy's answer, which can end elsewhere; of equals the first.
+    The answer of each layer is the cheapest of three: the current placement, the search from the current placement in
+    ``_STAGES``, and the search from greedy's answer, which can end elsewhere. The first of equal ones wins.
     """
     settled_LE = rank_LE = objective.old_rank_LE
     for term, share in _STAGES[objective.config.load_term]:
@@ -40,7 +43,7 @@ def refined_rank_LE(objective: Objective) -> np.ndarray:
 
 
 def swapped_rank_LE(objective: Objective, rank_LE: np.ndarray) -> np.ndarray:
-    """Swap experts between ranks, in every layer the pair that saves most, until no swap saves anything."""
+    """Swap the two experts of different ranks that save most, in every layer, until no swap saves anything."""
     search = _SwapSearch(objective, rank_LE)
     layer_A = np.arange(len(rank_LE))
     while len(layer_A := search.swap(layer_A)):
@@ -49,10 +52,7 @@ def swapped_rank_LE(objective: Objective, rank_LE: np.ndarray) -> np.ndarray:
 
 
 class _SwapSearch:
-    """The assignment, and for each pair of ranks the swap between them that costs least.
-
-    P: places for experts on a rank. A: the layers that are still being searched.
-    """
+    """The assignment, and the cheapest swap between each pair of ranks."""
 
     def __init__(self, objective: Objective, rank_LE: np.ndarray) -> None:
         layers, experts = rank_LE.shape
@@ -64,14 +64,15 @@ class _SwapSearch:
         self._weight_LRP = np.take_along_axis(objective.weight_LE, order_LE, axis=1).reshape(self._expert_LRP.shape)
         self._load_LR = self._weight_LRP.sum(axis=2)
         fixed_LRPR = self._fixed_LER[np.arange(layers)[:, None, None], self._expert_LRP]
-        # What moving the expert in a place to another rank adds to its fixed cost.
+        # Increase of the fixed cost if the expert in a place moves to another rank.
         self._change_LRPR = fixed_LRPR - np.einsum("lrkr->lrk", fixed_LRPR)[..., None]
+        # The cheapest swap of each pair of ranks: its cost, and its place on the first of the two ranks.
         self._best_LRR = np.full((layers, ranks, ranks), np.inf)
         self._place_LRR = np.zeros((layers, ranks, ranks), dtype=np.int64)
-        """Place on the first of the two ranks that takes part in their best swap."""
         self._compare_all(np.arange(layers))
 
     def rank_LE(self) -> np.ndarray:
+        """Return the assignment as the rank of each expert."""
         layers, ranks, places = self._expert_LRP.shape
         rank_LE = np.empty((layers, ranks * places), dtype=np.int32)
         rank_E = np.repeat(np.arange(ranks, dtype=np.int32), places)
@@ -79,7 +80,8 @@ class _SwapSearch:
         return rank_LE
 
     def swap(self, layer_A: np.ndarray) -> np.ndarray:
-        """Make the best swap of each of these layers; returns the layers where there was one."""
+        """Make the best swap of each of these layers. Returns the layers that had one."""
+        # Choose the best pair of ranks of each layer, if its swap gains anything.
         best_A = self._best_LRR[layer_A].reshape(len(layer_A), -1)
         pair_A = best_A.argmin(axis=1)
         gains_A = best_A[np.arange(len(layer_A)), pair_A] < -_LEAST_GAIN
@@ -88,6 +90,7 @@ class _SwapSearch:
         at_a = layer_A, a_A, self._place_LRR[layer_A, a_A, b_A]
         at_b = layer_A, b_A, self._place_LRR[layer_A, b_A, a_A]
 
+        # Exchange the two experts, and update loads and costs.
         shift_A = self._weight_LRP[at_a] - self._weight_LRP[at_b]
         self._load_LR[layer_A, a_A] -= shift_A
         self._load_LR[layer_A, b_A] += shift_A
@@ -96,7 +99,8 @@ class _SwapSearch:
         for at in (at_a, at_b):
             fixed_AR = self._fixed_LER[layer_A, self._expert_LRP[at]]
             self._change_LRPR[at] = fixed_AR - fixed_AR[np.arange(len(layer_A)), at[1]][:, None]
-        if self._term == "square":  # then a swap depends on its own two ranks only
+        # Compare the swaps whose cost has changed. With "square", a swap depends on its own two ranks only.
+        if self._term == "square":
             self._compare(layer_A, a_A)
             self._compare(layer_A, b_A)
         else:
@@ -104,6 +108,7 @@ class _SwapSearch:
         return layer_A
 
     def _compare_all(self, layer_A: np.ndarray) -> None:
+        """Find the best swap of each pair of ranks of each layer."""
         for rank in range(self._ranks):
             self._compare(layer_A, np.full(len(layer_A), rank))
 
@@ -121,16 +126,16 @@ class _SwapSearch:
         self._place_LRR[layer_A, :, rank_A] = other_AR
 
     def _changes(self, layer_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
-        """What each swap adds to the objective: [A, R, P, P], by place on the given rank and on each other."""
+        """Return the change of the objective by each swap [A, R, P, P], by place on the given and on the other rank."""
         weight_ARP = self._weight_LRP[layer_A]
-        own_weight_ARP = self._weight_LRP[layer_A, rank_A][:, None]  # the same for every rank: R is 1
+        own_weight_ARP = self._weight_LRP[layer_A, rank_A][:, None]  # R is 1: the same for every other rank
         load_AR = self._load_LR[layer_A]
         own_A1 = load_AR[np.arange(len(layer_A)), rank_A][:, None]
         leave_ARP = self._change_LRPR[layer_A, rank_A].transpose(0, 2, 1)
         come_ARP = self._change_LRPR[layer_A[:, None], np.arange(self._ranks), :, rank_A[:, None]]
         if self._term == "square":
-            # With s = w_own - w_other and d = load_other - load_own the square grows by 2 * s * (s + d) / R:
-            # but for the product of both weights, a sum of what each of the two experts adds.
+            # With s = w_own - w_other and d = load_other - load_own, the mean square grows by 2 * s * (s + d) / R.
+            # Except for the product of both weights, this is a sum of one part for each of the two experts.
             scale, apart_AR1 = 2 * self._beta / self._ranks, (load_AR - own_A1)[..., None]
             leave_ARP = leave_ARP + scale * own_weight_ARP * (own_weight_ARP + apart_AR1)
             come_ARP = come_ARP + scale * weight_ARP * (weight_ARP - apart_AR1)
@@ -147,7 +152,7 @@ class _SwapSearch:
 
 
 def _fullest_other(load_AR: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
-    """For each rank r: the load of the fullest rank that is neither r nor the given one; 0 if there is none."""
+    """Return, for each rank r, the load of the fullest rank other than r and the given one; 0 if there is none."""
     others_AR = load_AR.copy()
     others_AR[np.arange(len(rank_A)), rank_A] = 0.0
     fullest_A = others_AR.argmax(axis=1)

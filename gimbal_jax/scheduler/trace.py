@@ -1,4 +1,4 @@
-"""The engine trace: what an engine tells the frontend about itself (paper 4.1)."""
+"""The trace: the state that an engine publishes to the frontend (paper 4.1)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trace:
-    """State of one engine at ``time``; the frontend reads the latest one, however old.
-
-    ``seen`` is the highest dispatch sequence number that the engine has taken in:
-    work dispatched later is not yet part of the token counts below.
-    """
+    """State of one engine at one time."""
 
     engine: int
+    """Index of the engine."""
     time: float
+    """Seconds, on the server's clock."""
     seen: int
+    """Highest dispatch sequence number that the engine has received. Later requests are not in the counts below."""
     running_prefill_tokens: int
-    """R_d: prefill tokens that running requests still have to do."""
+    """R_d: prefill tokens that running requests have left to compute."""
     waiting_prefill_tokens: int
     """W_d: prefill tokens of requests that have not started."""
     kv_use: float
@@ -25,15 +24,17 @@ class Trace:
     expert_pressure: float
     """Q_d: expert tokens per step on the ranks of this engine, in token equivalents."""
     running_requests: int
+    """Number of running requests."""
     waiting_requests: int
+    """Number of requests that have not started."""
     kv_tokens: int
     """Tokens of running requests whose keys and values are in the KV cache."""
     waiting_tokens: int
-    """Lengths of the waiting requests, whether or not their tokens are cached."""
+    """Sum of the lengths of the waiting requests in tokens, whether or not the tokens are cached."""
 
 
 def idle_trace(engine: int, time: float = 0.0) -> Trace:
-    """Trace of an engine that has seen no request."""
+    """Return the trace of an engine that has received no request."""
     return Trace(
         engine,
         time,

@@ -1,11 +1,11 @@
-"""Synthetic traffic windows that look like those of a real router.
+"""Synthetic traffic windows that resemble those of a real router.
 
-A token of topic j chooses, in layer l, the k experts with the highest
-``popularity * b[l, e] + topicality * u[l, j, e] + Gumbel noise``, with b and u standard normal
-and fixed, as a trained router is. The form and its two weights are ours, chosen to come near what
-was measured of Qwen3-30B-A3B (128 experts, top-8). tests/scheduler/test_windows.py compares: uneven
-rank loads agree, but the few hottest experts are hotter here and the others more alike.
-Axes: W windows, N requests, J topics; the others as everywhere.
+In layer l, a token of topic j chooses the k experts with the highest
+``popularity * b[l, e] + topicality * u[l, j, e] + Gumbel noise``. b and u are standard normal and fixed, like a trained
+router. The form and its two weights are ours, chosen to come near measurements of Qwen3-30B-A3B (128 experts, top-8).
+tests/scheduler/test_windows.py compares them: the unevenness of rank loads agrees, but here the few hottest experts are
+hotter and the others more alike.
+Axes: L MoE layers, S sources (DP engines), E experts, N requests, J topics, T tokens.
 """
 
 from __future__ import annotations
@@ -18,48 +18,59 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """What the traffic looks like. The defaults have the shape of Qwen3-30B-A3B on two engines."""
+    """Parameters of the traffic. The defaults have the shape of Qwen3-30B-A3B on two engines."""
 
     layers: int = 48
+    """MoE layers."""
     experts: int = 128
+    """Experts per layer."""
     experts_per_token: int = 8
+    """Experts that a token chooses in each layer."""
     sources: int = 2
+    """Sources (DP engines)."""
     topics: int = 8
+    """Topics that requests can have."""
     requests: int = 32
-    """Of each source in a window. A request has one topic."""
+    """Requests of each source in a window. A request has one topic."""
     tokens_per_request: int = 64
+    """Tokens of each request."""
     popularity: float = 1.05
+    """Weight of the preferences that all topics share."""
     topicality: float = 1.0
+    """Weight of the preferences that each topic has of its own; 0 if topics do not differ."""
     persistence: float = 0.0
-    """Chance that a request has the topic of its source; all other requests have any, evenly.
+    """Probability that a request has the topic of its source. Other requests have a uniformly random topic.
 
     0: sources do not differ. 1: each source has one topic."""
     drift: float = 0.0
-    """Chance that a source takes up another topic before the next window."""
+    """Probability that a source changes its topic before the next window."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """One window's traffic, and what only an offline profile knows of it."""
+    """One window's traffic, with the details that only an offline profile has."""
 
     counts_LSE: np.ndarray
-    """Expert tokens, int64."""
+    """Expert tokens by layer, source and expert, int64."""
     counts_NLE: np.ndarray
-    """Expert tokens of each request, for ``sem_moe_plan``; their sums by source are ``counts_LSE``."""
+    """Expert tokens of each request, for ``sem_moe_plan``; the sums by source are ``counts_LSE``."""
     source_N: np.ndarray
+    """Source of each request."""
     topic_N: np.ndarray
+    """Topic of each request."""
     transitions_LEE: np.ndarray
     """[L-1, E, E] int64: (token, its expert in layer l, its expert in layer l + 1), for ``moetuner_placement``."""
 
 
 def synthetic_windows(config: WindowConfig, rng: np.random.Generator) -> Iterator[Window]:
-    """Windows of one router, without end."""
+    """Yield windows of one router, without end."""
     popularity_LE = config.popularity * rng.normal(size=(config.layers, config.experts))
     topicality_LJE = config.topicality * rng.normal(size=(config.layers, config.topics, config.experts))
     logits_LJE = popularity_LE[:, None] + topicality_LJE
     topic_S = np.arange(config.sources) % config.topics
     source_N = np.repeat(np.arange(config.sources), config.requests)
     while True:
+        # Choose the topic of each request, count the window, and let the topics of the sources drift.
         persists_N = rng.random(len(source_N)) < config.persistence
         topic_N = np.where(persists_N, topic_S[source_N], rng.integers(config.topics, size=len(source_N)))
         yield _window(logits_LJE, source_N, topic_N, config, rng)
@@ -71,6 +82,7 @@ def synthetic_windows(config: WindowConfig, rng: np.random.Generator) -> Iterato
 def _window(
     logits_LJE: np.ndarray, source_N: np.ndarray, topic_N: np.ndarray, config: WindowConfig, rng: np.random.Generator
 ) -> Window:
+    """Return one window with requests of these sources and topics."""
     requests, experts = len(source_N), config.experts
     counts_NLE = np.empty((requests, config.layers, experts), np.int64)
     transitions_LEE = np.empty((config.layers - 1, experts, experts), np.int64)
@@ -89,7 +101,7 @@ def _window(
 
 
 def _top_k(logits_NTE: np.ndarray, k: int) -> np.ndarray:
-    """Whether each expert is among the k with the highest logits."""
+    """Return whether each expert is among the k with the highest logits."""
     chosen_NTE = np.zeros(logits_NTE.shape, bool)
     np.put_along_axis(chosen_NTE, np.argpartition(logits_NTE, -k, axis=2)[:, :, -k:], True, axis=2)
     return chosen_NTE

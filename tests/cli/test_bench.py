@@ -42,7 +42,7 @@ def test_measures_a_server_and_writes_what_it_saw(tmp_path):
 def test_profile_is_shown_as_the_server_tells_it():
     result, core = bench_a_fake(*SHORT, "--profile")
     assert result.exit_code == 0, result.output
-    for phase in core.status().phases:
+    for phase in core.status().steps.phases:
         assert re.search(rf"{phase.name}\W+{phase.mean_s * 1e3:.3f}", result.stdout), result.stdout
 
 
@@ -81,3 +81,4 @@ def test_an_http_server_that_is_not_there(tmp_path):
     (tmp_path / "tokenizer.json").write_text(word_tokenizer(150))
     result = bench("--url", "http://127.0.0.1:1", "--tokenizer", tmp_path / "tokenizer.json")
     assert result.exit_code == 2 and "error: http://127.0.0.1:1: connection: " in result.stderr
+    assert "warming up does not answer HTTP yet: wait until it prints `serving`" in result.stderr

@@ -87,7 +87,7 @@ def test_counts_of_a_running_server_become_a_file(tmp_path, option, factor):
     with FakeCore() as core:
         result = asyncio.run(main(core))
     assert (result.exit_code, result.stderr.strip()) == (0, f"wrote {path}")
-    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().window_counts_LSE * factor)
+    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().placement.window_counts_LSE * factor)
 
 
 def test_help_names_every_command_and_says_what_every_option_does():
@@ -114,6 +114,10 @@ ERRORS = {
     "device count": (("serve", BASE, "--devices", "cpu:x"), "--devices cpu:x: must be auto, gpu, cpu or cpu:N"),
     "devices of convert": (("convert", BASE, "{tmp}/new", "--devices", "gpu:2"), "--devices gpu:2: must be"),
     "missing folder": (("serve", "{tmp}/none"), "{tmp}/none is neither a folder nor a hub id"),
+    "missing folder before devices": (
+        ("serve", "{tmp}/none", "--dp", 4, "--tp", 2),
+        "is neither a folder nor a hub id",
+    ),
     "missing source": (("convert", "{tmp}/none", "{tmp}/new"), "{tmp}/none is neither a folder nor a hub id"),
     "empty folder": (("serve", "{tmp}"), "{tmp} holds no config.json"),
     "revision of a folder": (("serve", BASE, "--revision", "v1"), "is a folder, which has no revision v1"),
@@ -135,11 +139,11 @@ ERRORS = {
     "no placement file": (("serve", BASE, "--placement-file", "{tmp}/none.npz"), "{tmp}/none.npz"),
     "another file": (
         ("serve", BASE, "--placement-file", BASE / "config.json"),
-        "config.json is no .npz file of arrays",
+        "config.json: must be an .npz file of arrays",
     ),
     "another model's placement": (
         ("serve", BASE, "--placement-file", "{placement}"),
-        "its placement is of 3 layers of 4 experts on 2 ranks, not 3 layers of 8 experts on 1 ranks",
+        "the placement must be for 3 layers of 8 experts on 1 ranks, not 3 layers of 4 experts on 2 ranks",
     ),
     "dump folder": (("serve", BASE, "--dump-counts", BASE / "config.json"), "config.json"),
     "no server": (("counts", "--target", "127.0.0.1:1", "{tmp}/new"), "127.0.0.1:1: "),

@@ -185,7 +185,7 @@ ERRORS = {
     "layer": (("show", "Qwen3-30B-A3B", "--layer", 48), "--layer 48: must be from 0 to 47"),
     "placement": (
         ("show", "Qwen3-30B-A3B", "--placement-file", "{placement}"),
-        "its placement is of 3 layers of 8 experts on 2 ranks, not 48 layers of 128 experts on 1 ranks",
+        "the placement must be for 48 layers of 128 experts on 1 ranks, not 3 layers of 8 experts on 2 ranks",
     ),
 }
 
@@ -203,7 +203,7 @@ def test_json_of_what_does_not_fit_says_why():
     result = mesh("plan", "Qwen3-235B-A22B", "--gpus", "4xH100", "--json")
     found = json.loads(result.stdout)
     assert (found["plans"], found["recommended"]) == ([], None)
-    assert [refused["missing_bytes"] > 4e10 for refused in found["refused"]] == [True] * 3
+    assert [refused["missing_bytes"] > 4e10 for refused in found["rejected"]] == [True] * 3
 
 
 def test_show_lists_and_draws(tmp_path):

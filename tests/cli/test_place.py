@@ -10,7 +10,15 @@ from typer.testing import CliRunner, Result
 
 from gimbal_jax.cli.main import ALL_POLICIES, app
 from gimbal_jax.config import MeshConfig, PlacementConfig
-from gimbal_jax.planning.placements import Answer, agreement, one_window, policy_answer, spaced_layers, tables
+from gimbal_jax.planning.placements import (
+    Answer,
+    agreement,
+    load_windows,
+    one_window,
+    policy_answer,
+    spaced_layers,
+    tables,
+)
 from gimbal_jax.scheduler.baselines.sem_moe import sem_moe_plan
 from gimbal_jax.scheduler.counts_file import CountsFile, load_counts, load_placement, save_counts
 from gimbal_jax.scheduler.distance import distance_SR
@@ -62,7 +70,7 @@ def test_the_command_prints_tables_draws_and_saves(path, file, tmp_path):
         "--counts", path, *options, "--compare", "exact", "--layers", 3, "--picture", picture, "--save", saved
     )
     assert result.exit_code == 0, result.output
-    summary, beside = result.stdout.split("Beside the exact answer")
+    summary, beside = result.stdout.split("Against the exact answer")
     assert "mean of 3 MoE layers" in summary
     rows = [line.split("│")[1].strip() for line in summary.splitlines() if line.startswith("│")]
     assert rows == ["static", *names, "exact"]
@@ -145,6 +153,40 @@ def test_agreement_by_hand():
     assert agreement(exact, stay).comm_gap == pytest.approx(-1.0)
 
 
+def test_windows_of_a_folder_and_of_several_files_are_joined(path, file, tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    for number in (1, 0):
+        one = one_window(file, number)
+        save_counts(folder / f"window-{number}.npz", one.counts_WLSE, one.slot_of_expert_WLE, one.meta)
+    for paths in ([folder], [folder / "window-0.npz", folder / "window-1.npz"]):
+        joined = load_windows(paths)
+        assert (joined.counts_WLSE == file.counts_WLSE).all()
+        assert (joined.slot_of_expert_WLE == file.slot_of_expert_WLE).all()
+    assert load_windows([path]).transitions_LEE is not None
+    picture = tmp_path / "new" / "place.png"
+    both, whole = (place("--counts", counts, "--picture", picture) for counts in (folder, path))
+    assert both.exit_code == 0 and picture.exists()
+    objectives = [
+        [line.split("│")[1:3] for line in result.stdout.splitlines() if line.startswith("│ gimbal")]
+        for result in (both, whole)
+    ]
+    assert objectives[0] == objectives[1] != []
+
+
+def test_files_of_different_meshes_are_not_joined(path, file, tmp_path):
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other.npz"
+    one = one_window(file, 0)
+    save_counts(other, one.counts_WLSE[:, :2], one.slot_of_expert_WLE[:, :2], one.meta)
+    for counts, message in (
+        (other, "2 layers, 2 sources, 32 experts on 4 ranks, but"),
+        (tmp_path / "empty", "no .npz"),
+    ):
+        result = place("--counts", path, "--counts", counts)
+        assert result.exit_code == 2 and message in result.stderr
+
+
 def test_layers_are_spaced_evenly(file):
     assert spaced_layers(file, None).tolist() == [0, 1, 2, 3]
     assert spaced_layers(file, 2).tolist() == [0, 3]
@@ -175,7 +217,7 @@ def test_what_a_file_lacks_is_an_error(file):
     [
         (
             ("--policy", "best"),
-            "--policy best: must be one of gimbal, gimbal_refined, gimbal_uncalibrated, eplb, eplb_hierarchical, stat",
+            "--policy best: must be one of gimbal, gimbal_refined, eplb, eplb_hierarchical, static",
         ),
         (("--window", 2), "window must be from 0 to 1, not 2"),
         (("--nodes", 3), "4 ranks cannot be split over 3 nodes; possible: 1, 2, 4"),

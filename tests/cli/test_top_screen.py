@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
-from gimbal_jax.cli.top_screen import BLOCKS, MAX_CELL, frame, seconds, shares, span, sparkline, stacked
+from gimbal_jax.cli.top_screen import BLOCKS, MAX_CELL, flowed, frame, seconds, shares, span, sparkline, stacked
 from tests.serving.fake_server import PLACEMENT, FakeCore
 from tests.serving.monitoring.test_dashboard import snapshot_of
 from tests.serving.monitoring.test_live_snapshot import RECORD
@@ -88,7 +89,9 @@ def test_a_frame_fits_the_terminal(width, rows, layers, experts, ranks, color):
 def test_a_frame_says_what_the_snapshot_says():
     class Core(FakeCore):
         def status(self):
-            return replace(super().status(), placements=(PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")))
+            status = super().status()
+            records = PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")
+            return replace(status, placement=replace(status.placement, records=records))
 
     data = snapshot_of(Core(), replace(RECORD, arrival=99.0, total_s=0.5))
     text = "\n".join(printed(data, 120, None))
@@ -106,10 +109,34 @@ def test_a_frame_says_what_the_snapshot_says():
     assert "connection lost" not in text
 
 
+@pytest.mark.parametrize("color", [True, False])
+def test_80_columns_hold_every_policy_and_caption(color):
+    data = big(4, 8, 4)
+    data["policies"] = {"dispatch": "sglang_total_tokens", "queue": "sjf_aging", "placement": "eplb_hierarchical"}
+    lines = printed(data, 80, 40, color)
+    text = " ".join(" ".join(lines).split())
+    for words in (
+        *("dispatch sglang_total_tokens", "queue sjf_aging", "placement eplb_hierarchical"),
+        *("prefill left", "prefill waiting", "sent, not seen yet", "KV use", "expert pressure"),
+        *("rank imbalance", "worst", "of tokens leave their engine"),
+    ):
+        assert words in text
+    assert not [line for line in lines if "…" in line and "imbalance 1.50x" not in line]
+    assert max(map(len, lines)) <= 80
+
+
+def test_parts_flow_into_lines_whole():
+    parts = [Text(word) for word in ("one", "two", "three")]
+    assert [line.plain for line in flowed(parts, 8)] == ["one  two", "three"]
+    assert [line.plain for line in flowed(parts, 7, gap=" ")] == ["one two", "three"]
+    assert [line.plain for line in flowed(parts, 2)] == ["one", "two", "three"]
+
+
 def test_a_lost_connection_is_said_first():
     lines = printed(snapshot_of(FakeCore()), 100, None, lost="no answer from there: refused")
     assert "✕ connection lost" in lines[0]
-    assert lines[1].startswith("! no answer from there: refused")
+    warnings = [line for line in lines if line.startswith("! ")]
+    assert warnings == ["! no answer from there: refused; the data below are old"]
 
 
 def test_no_traffic_and_no_colours():

@@ -1,11 +1,11 @@
-"""Programs compiled for GPUs that are not there; collected only where XLA's CUDA compiler is installed."""
+"""Programs compiled for GPUs without a GPU; collected only if XLA's CUDA compiler is installed."""
 
 import os
 from importlib.util import find_spec
 
 import pytest
 
-# Read when jax loads its plugins and when the first kernel is compiled.
+# jax reads these when it loads its plugins and when it compiles the first kernel.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if find_spec("jax_cuda13_plugin") else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_known():
-    """The compiler tells of a kernel once in a process, so whatever a test compiles, what it tells is kept."""
+    """Keep the compiler's report on each kernel, because it reports a kernel only once in a process."""
     import jax
 
     from gimbal_jax.planning.kernels import compile_and_tell

@@ -1,4 +1,4 @@
-"""Compiling for one H100."""
+"""Compilation for one H100."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +11,7 @@ from gimbal_jax.planning.kernels import CompiledKernels, KernelResources, compil
 from gimbal_jax.planning.target import compile_only_devices
 
 KNOWN: dict[bytes, KernelResources] = {}
-"""Kernels that this process has compiled."""
+"""Resources of the kernels that this process has compiled, by kernel."""
 
 
 @cache
@@ -20,7 +20,7 @@ def h100() -> jax.Device:
 
 
 def compile_for_h100(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> CompiledKernels:
-    """The compiled program, its temporaries and its kernels' registers, spills and shared memory."""
+    """Return the compiled program, its temporaries and its kernels' registers, spills and shared memory."""
     return compile_with_kernels(function, *shapes, device=h100(), known=KNOWN)
 
 

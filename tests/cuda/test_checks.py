@@ -1,4 +1,4 @@
-"""The server's programs for 4 H100s keep every rule; each deliberate fault is found, by name."""
+"""The server's programs for 4 H100s break no rule, and each deliberate fault breaks the rule that should find it."""
 
 import inspect
 from dataclasses import replace
@@ -22,7 +22,7 @@ from gimbal_jax.planning.plan import PlanRequest
 from gimbal_jax.planning.rules import Subject, findings
 
 H100 = gpu_kinds()["H100"]
-# The vocabulary is small, because most of the time to compile a shallow model is that of sampling.
+# The vocabulary is small, because sampling takes most of the time to compile a shallow model.
 MODEL = replace(PRESETS["Qwen3-30B-A3B"], vocab_size=1024)
 REQUEST = PlanRequest(MODEL, H100, 4, replace(GPU_ENGINE, max_model_len=32768))
 CONFIG = server_config(REQUEST, MeshConfig(2, 2))
@@ -31,7 +31,7 @@ DECODE, MIXED = (128, 0), (128, 128)
 
 @pytest.fixture
 def replace_in(monkeypatch):
-    """Replaces a function of the model, and has its layers traced again."""
+    """Return a function that replaces a function of the model, whose layers are then traced again."""
 
     def replaced(module, name, function):
         monkeypatch.setattr(transformer, "_run_layer", inspect.unwrap(transformer._run_layer))
@@ -55,8 +55,8 @@ def test_a_step_keeps_every_rule(exchange, nodes):
     assert rules_broken_by(step_of(config, MIXED), config, MIXED) == set()
 
 
-def test_two_layers_are_one_and_one_more():
-    """What makes a shallow program stand for the deep one."""
+def test_programs_of_one_and_two_layers_give_the_same_bytes():
+    """Only then does a shallow program represent the deep one."""
     one, two = (compile_step(MODEL, CONFIG, H100, DECODE, layers=layers) for layers in (1, 2))
     assert one.argument_bytes == two.argument_bytes
     assert two.temporary_bytes == pytest.approx(one.temporary_bytes, abs=2e6)
@@ -85,14 +85,14 @@ def test_a_step_that_keeps_its_old_state_is_found(monkeypatch):
     assert "in place" in rules_broken_by(step_of(CONFIG, DECODE), CONFIG, DECODE)
 
 
-def test_what_is_computed_twice_is_found(monkeypatch):
-    """XLA does so where memory is short, unless it is told not to."""
+def test_recomputed_values_are_found(monkeypatch):
+    """XLA recomputes values if memory is short and no option forbids it."""
     monkeypatch.setattr(compiled, "COMPILER_OPTIONS", {})
     assert "collectives" in rules_broken_by(compile_step(MODEL, CONFIG, H100, DECODE, layers=2), CONFIG, DECODE)
 
 
 def test_a_pool_that_is_too_large_is_found():
-    """Without compiling again: the pool is an argument, and nothing else depends on it."""
+    """The program need not be compiled again: the pool is an argument, and nothing else depends on it."""
     program = step_of(CONFIG, DECODE)
     larger = replace(program, argument_bytes=program.argument_bytes + 2 * 10**9)
     assert "memory" in rules_broken_by(larger, CONFIG, DECODE)

@@ -1,4 +1,4 @@
-"""The experts' feed-forward and its exchange, compiled for H100 at the sizes of Qwen3-30B-A3B on four GPUs."""
+"""The experts' feed-forward and the exchange, compiled for H100 at the sizes of Qwen3-30B-A3B on four GPUs."""
 
 import re
 from functools import partial
@@ -37,7 +37,7 @@ def operands(tokens: int, dtype=jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...
 
 
 def dense_products(hlo: str) -> list[str]:
-    """Products, inside fusions too, that have all slots' weights as one operand, in whatever shape."""
+    """Return the products, inside fusions too, with the weights of all slots, in any shape, as one operand."""
     elements: dict[str, int] = {}
     found = []
     for line in hlo.splitlines():
@@ -66,7 +66,7 @@ def test_both_products_are_hopper_kernels_within_the_stated_memory(tokens):
 
 
 @pytest.mark.parametrize("form", ["ragged_dot of XLA", "reference"])
-def test_dense_forms_are_noticed(monkeypatch, form):
+def test_dense_forms_are_found(monkeypatch, form):
     if form == "reference":
         dense = grouped_ffn_reference
     else:
@@ -75,14 +75,14 @@ def test_dense_forms_are_noticed(monkeypatch, form):
     assert len(dense_products(str(compile_for_h100(dense, *operands(DECODE)).program.as_text()))) == 2
 
 
-def test_types_that_the_kernel_does_not_take_are_refused():
+def test_types_that_the_kernel_does_not_take_are_rejected():
     with pytest.raises(ValueError, match="float32, float32 and float32; the grouped product takes bfloat16"):
         compile_for_h100(partial(grouped_ffn, backend="mosaic"), *operands(DECODE, jnp.float32))
 
 
 @pytest.mark.parametrize("form", ["gather", "sparse"])
 def test_only_the_collectives_of_the_exchange(form):
-    """On a 2 x 2 mesh: tokens, where they go, and results; by the sparse form only where they are needed."""
+    """On a 2 x 2 mesh, collectives carry tokens, routing and results only; the sparse ones are ragged."""
     tokens = PREFILL
     devices = compile_only_devices(gpu_kinds()["H100"], RANK_COUNT)
     mesh = make_mesh(MeshConfig(2, 2), devices)
@@ -109,7 +109,7 @@ def test_only_the_collectives_of_the_exchange(form):
     with jax.default_device(devices[0]):
         compiled = jax.jit(exchange).lower(*arguments).compile()
     t, routed = tokens // RANK_COUNT, 3 * TOP_K * tokens // RANK_COUNT + EXPERTS
-    found = sorted(f"{one.kind} {one.result}" for one in collectives(str(compiled.as_text())))
+    found = sorted(f"{collective.kind} {collective.result}" for collective in collectives(str(compiled.as_text())))
     assert (
         found
         == {

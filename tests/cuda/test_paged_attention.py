@@ -1,4 +1,4 @@
-"""The attention kernel compiled for H100 over the sizes that Qwen3 serves at."""
+"""The attention kernel compiled for H100, at the sizes of Qwen3 models."""
 
 from functools import partial
 
@@ -14,22 +14,22 @@ from tests.pallas_kernels.shapes import KERNEL_ATTENTION, QWEN3_ATTENTION, Atten
 
 SHAPES = KERNEL_ATTENTION | QWEN3_ATTENTION
 RESERVED = 1024
-"""Bytes of shared memory that CUDA keeps for itself in every block."""
+"""Bytes of shared memory that CUDA reserves in every block."""
 REGISTERS_PER_CORE = 65_536
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 
 
-def arguments(of: AttentionShape) -> list[jax.ShapeDtypeStruct]:
-    pages = shape(jnp.bfloat16, of.num_pages, of.page_size, of.kv_heads, of.dim)
-    of_group = shape(jnp.int32, of.groups)
-    q_GQHD = shape(jnp.bfloat16, of.groups, of.queries, of.heads, of.dim)
-    return [q_GQHD, pages, pages, shape(jnp.int32, of.groups, of.pages_per_row), of_group, of_group]
+def arguments(sizes: AttentionShape) -> list[jax.ShapeDtypeStruct]:
+    pages = shape(jnp.bfloat16, sizes.num_pages, sizes.page_size, sizes.kv_heads, sizes.dim)
+    by_group = shape(jnp.int32, sizes.groups)
+    q_GQHD = shape(jnp.bfloat16, sizes.groups, sizes.queries, sizes.heads, sizes.dim)
+    return [q_GQHD, pages, pages, shape(jnp.int32, sizes.groups, sizes.pages_per_row), by_group, by_group]
 
 
-def partial_results(of: AttentionShape) -> int:
-    """Bytes of the most partial results that a call may leave for XLA to merge: float32, and a sum for each row."""
-    return WARPGROUPS * ROWS * (of.dim + 1) * 4
+def partial_results(sizes: AttentionShape) -> int:
+    """Return the most bytes of partial results that XLA merges: float32 rows, and a sum for each row."""
+    return WARPGROUPS * ROWS * (sizes.dim + 1) * 4
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_compiles_without_spills_and_without_a_copy_of_the_context(name, window)
     assert compiled.temporary_bytes <= 1.1 * partial_results(SHAPES[name])
 
 
-def test_the_kernel_is_all_of_it_where_groups_fill_the_gpu():
+def test_there_is_no_merge_if_groups_fill_the_gpu():
     compiled = compile_for_h100(
         partial(paged_attention, backend="mosaic"), *arguments(QWEN3_ATTENTION["30b_tp2_prefill"])
     )
@@ -61,10 +61,10 @@ def test_two_decode_blocks_fit_on_a_core():
 
 
 def test_pages_are_written_in_place_before_they_are_read():
-    """As a layer of the step does, with decode rows and prefill tiles."""
+    """The function is a layer of the step with decode rows and prefill tiles."""
     decode, prefill = QWEN3_ATTENTION["30b_tp2_decode"], QWEN3_ATTENTION["30b_tp2_one_tile"]
-    q_rows, k_pages, v_pages, *of_rows = arguments(decode)
-    q_tiles, _, _, *of_tiles = arguments(prefill)
+    q_rows, k_pages, v_pages, *row_tables = arguments(decode)
+    q_tiles, _, _, *tile_tables = arguments(prefill)
     tokens = decode.groups + prefill.groups * prefill.queries
     new = shape(jnp.bfloat16, tokens, decode.kv_heads, decode.dim)
 
@@ -79,7 +79,8 @@ def test_pages_are_written_in_place_before_they_are_read():
 
     donating = jax.jit(layer, donate_argnums=(0, 1))
     write = shape(jnp.int32, tokens)
-    compiled = compile_for_h100(donating, k_pages, v_pages, new, new, write, q_rows, q_tiles, *of_rows, *of_tiles)
+    tables = *row_tables, *tile_tables
+    compiled = compile_for_h100(donating, k_pages, v_pages, new, new, write, q_rows, q_tiles, *tables)
     pages_bytes = 2 * k_pages.size * 2
     memory = compiled.program.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes == pages_bytes

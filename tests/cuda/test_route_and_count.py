@@ -11,13 +11,15 @@ from tests.cuda.harness import compile_for_h100, shape
 from tests.pallas_kernels.shapes import ROUTING, RoutingShape
 
 
-def temporaries_bound(of: RoutingShape) -> int:
-    """Bytes: the kernel's results in whole blocks and tiles; a copy of the logits where they must be padded; a KiB and
-    two numbers per token and expert beside."""
-    blocks, columns, rank_columns = -(-of.tokens // BLOCK), up(of.experts, TILE), up(of.ranks, TILE)
-    results = blocks * BLOCK * (3 * of.k + rank_columns) + blocks * (columns + rank_columns)
-    rows = up(of.tokens, 8)
-    copy = rows * columns if (rows, columns) != (of.tokens, of.experts) else 0
+def temporaries_bound(sizes: RoutingShape) -> int:
+    """Return the bytes of the kernel's results in whole blocks and tiles, and of the logits if they must be padded.
+
+    The bound adds a KiB, and two numbers per token and per expert.
+    """
+    blocks, columns, rank_columns = -(-sizes.tokens // BLOCK), up(sizes.experts, TILE), up(sizes.ranks, TILE)
+    results = blocks * BLOCK * (3 * sizes.k + rank_columns) + blocks * (columns + rank_columns)
+    rows = up(sizes.tokens, 8)
+    copy = rows * columns if (rows, columns) != (sizes.tokens, sizes.experts) else 0
     return 4 * (results + copy + 2 * (blocks * BLOCK + columns)) + 1024
 
 
@@ -28,14 +30,14 @@ def up(n: int, multiple: int) -> int:
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("name", sorted(ROUTING))
 def test_is_one_kernel_without_spills_or_large_temporaries(name, renormalise):
-    of = ROUTING[name]
+    sizes = ROUTING[name]
     compiled = compile_for_h100(
-        partial(route_and_count, k=of.k, renormalise=renormalise, ranks=of.ranks, backend="mosaic"),
-        shape(jnp.float32, of.tokens, of.experts),
-        shape(jnp.bool_, of.tokens),
-        shape(jnp.int32, of.experts),
+        partial(route_and_count, k=sizes.k, renormalise=renormalise, ranks=sizes.ranks, backend="mosaic"),
+        shape(jnp.float32, sizes.tokens, sizes.experts),
+        shape(jnp.bool_, sizes.tokens),
+        shape(jnp.int32, sizes.experts),
     )
     (kernel,) = compiled.kernels
     assert kernel.name == "route_and_count"
     assert (kernel.spill_store_bytes, kernel.spill_load_bytes, kernel.stack_bytes) == (0, 0, 0)
-    assert compiled.temporary_bytes <= temporaries_bound(of)
+    assert compiled.temporary_bytes <= temporaries_bound(sizes)

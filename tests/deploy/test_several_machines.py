@@ -17,6 +17,7 @@ import yaml
 from gimbal_jax.cli.main import app
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.serve.processes import explicit_processes
+from gimbal_jax.cli.serve.toml_file import options_from
 from tests.cli.test_main import gimbal
 from tests.deploy.test_deploy import CONTAINER, DEPLOY, POD, VERSIONS, documents, of_kind, tool
 
@@ -61,7 +62,7 @@ def options_of(name: str, index: int, tmp_path: Path) -> ServeOptions:
     )
     assert first == "serve"
     params = served(arguments)
-    return ServeOptions(**{field: params[field] for field in ServeOptions.__dataclass_fields__})
+    return options_from(params, {})
 
 
 # -- LeaderWorkerSet ----------------------------------------------------------

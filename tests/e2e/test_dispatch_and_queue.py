@@ -11,6 +11,7 @@ from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
 from tests.serving.fake_server import running_server, until
+from tests.serving.statuses import per_engine
 
 
 def serve(
@@ -54,19 +55,24 @@ def test_late_binding_says_why(runner):
             assert scores_S[record.decision.engine] == min(scores_S)
         status = await client.status()
         assert (status.central_queue, status.active_requests) == (0, 0)
-        assert status.free_pages_S == (CONFIG.engine.num_pages,) * 2
+        assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * 2
 
     serve(runner, replace(CONFIG, dispatch=DispatchConfig("late")), test)
 
 
 def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
-    results = runner.results
+    enqueue = runner.enqueue
 
-    def held():
-        stepping.set()
-        assert all_in.wait(30)
-        return results()
+    def held(plans, lap):
+        pending = enqueue(plans, lap)
+
+        def wait():
+            stepping.set()
+            assert all_in.wait(30)
+            return pending()
+
+        return wait
 
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
@@ -81,7 +87,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
             all_in.set()
         assert done == ["first", "high", "none", "low"]
 
-    monkeypatch.setattr(runner, "results", held)
+    monkeypatch.setattr(runner, "enqueue", held)
 
     # One row: the three wait until the first has ended.
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1), queue=QueueConfig("priority"))

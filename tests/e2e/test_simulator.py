@@ -29,14 +29,15 @@ class SleepingRunner:
 
     def enqueue(self, plans, lap):
         lap("batch")
-        self._plans = plans
 
-    def results(self):
-        time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in self._plans for chunk in plan.prefill))
-        return [
-            StepResult(np.zeros(len(plan.decode), np.int32), np.zeros(len(plan.prefill), np.int32), {}, {})
-            for plan in self._plans
-        ]
+        def pending():
+            time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill))
+            return [
+                StepResult(np.zeros(len(plan.decode), np.int32), np.zeros(len(plan.prefill), np.int32), {}, {})
+                for plan in plans
+            ]
+
+        return pending
 
     def begin_counts(self):
         return lambda: np.zeros((LAYERS, 2, EXPERTS), np.int64)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint on virtual CPU devices and prints, before and after each transfer, how much the devices hold.
+"""Program that loads a checkpoint on virtual CPU devices and prints their memory before and after each transfer.
 
 Usage: python -m tests.model.loading_process FOLDER DP TP
 """
@@ -21,7 +21,7 @@ from gimbal_jax.model.step import abstract_model
 
 
 def report() -> None:
-    """Time, and bytes in device buffers; arrays may share them."""
+    """Print the time and the bytes in device buffers; arrays may share buffers."""
     shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
     held = {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
     print(time.monotonic(), sum(held.values()), flush=True)
@@ -44,7 +44,7 @@ def main(folder: Path, mesh: MeshConfig) -> None:
     _, abstract = abstract_model(config, jnp.bfloat16, make_mesh(mesh))
     jax.block_until_ready(jax.device_put(np.zeros(1)))
     placement = np.tile(np.arange(config.num_experts), (len(config.moe_layers), 1))
-    time.sleep(0.2)  # so that the memory before the load is seen
+    time.sleep(0.2)  # so that the parent measures the memory before the load
     report()
     jax.device_put = reported(jax.device_put)
     load_safetensors(folder, config, abstract, placement)

@@ -1,4 +1,4 @@
-"""vLLM's changes of logits, one sequence at a time in float64 numpy, straight from their definitions."""
+"""vLLM's changes of logits by their definitions, in float64 numpy, one sequence at a time."""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,7 +17,7 @@ def adjusted(
     frequency: float = 0.0,
     presence: float = 0.0,
 ) -> np.ndarray:
-    """Logits by which the next token of prompt + output is chosen."""
+    """Return the logits from which the next token after prompt and output is chosen."""
     prompt, output = list(prompt), list(output)
     changed_V = logits_V.astype(np.float64)
     for token, value in (bias or {}).items():
@@ -34,7 +34,7 @@ def adjusted(
 
 
 def bits(allowed: Iterable[int], vocab: int) -> np.ndarray:
-    """The mask of these tokens as a grammar gives it: bit t % 32 of element t // 32, int32."""
+    """Return the mask of these tokens in a grammar's form, int32: token t is bit t % 32 of element t // 32."""
     words = [0] * -(-vocab // 32)
     for token in allowed:
         words[token // 32] |= 1 << token % 32

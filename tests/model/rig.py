@@ -1,4 +1,4 @@
-"""A model on a mesh, driven by hand: sequences in, all logits out."""
+"""A model on a mesh without an engine: tests pass chunks of sequences and get all logits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Rig:
     _forward: Any = field(default=None, repr=False)
 
     def run(self, *engines: tuple[list[Chunk], list[Chunk]]) -> list[list[np.ndarray]]:
-        """One step. Per engine: (decode chunks, prefill chunks) -> logits [tokens, V] of each, in that order."""
+        """Run one step. Each engine gets (decode chunks, prefill chunks).
+
+        Returns, for each engine, the logits [tokens, V] of its chunks in that order.
+        """
         if self._forward is None:
             self._forward = jax.jit(partial(_all_logits, self.graph, self.layout), donate_argnums=1)
         inputs, places = build(engines, self.decode_rows, self.tiles)
@@ -58,10 +61,11 @@ class Rig:
         return [[logits_STV[s, at] for at in engine] for s, engine in enumerate(places)]
 
     def counts_LSE(self) -> np.ndarray:
+        """Return tokens per MoE layer, source and expert."""
         return np.asarray(self.state.counts_STLE).sum(axis=1).transpose(1, 0, 2)
 
     def placed(self, slot_of_expert_LE: np.ndarray) -> Rig:
-        """The same model under another placement, with empty pages and counters; what is compiled is shared."""
+        """Return the model under another placement, with empty pages and counters. Both share compiled programs."""
         order_LP = np.take_along_axis(self.slot_of_expert_LE, np.argsort(slot_of_expert_LE, axis=1), axis=1)
         weights = reordered(self.weights, self.config, order_LP)
         state = new_state(self.config, ENGINE, jnp.float32, self.mesh)
@@ -69,22 +73,22 @@ class Rig:
 
 
 def reordered(weights: nnx.State, config: ModelConfig, order_LP: np.ndarray) -> nnx.State:
-    """Weights in which slot p of each MoE layer holds what slot order_LP[l, p] held."""
+    """Return weights in which slot p of MoE layer l holds the expert that was in slot order_LP[l, p]."""
 
-    def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+    def moved(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         if variable.get_metadata("axes")[0] != "slot":
             return variable
         value = variable.get_value()
-        moved = np.asarray(value)[order_LP[config.moe_layers.index(path[1])]]
-        return variable.replace(jax.device_put(moved, value.sharding))
+        by_slot = np.asarray(value)[order_LP[config.moe_layers.index(path[1])]]
+        return variable.replace(jax.device_put(by_slot, value.sharding))
 
-    return nnx.from_flat_state([(path, one(path, variable)) for path, variable in nnx.to_flat_state(weights)])
+    return nnx.from_flat_state([(path, moved(path, variable)) for path, variable in nnx.to_flat_state(weights)])
 
 
 def rig(
     folder: Path, dp: int, tp: int, exchange: Exchange = "gather", slot_of_expert_LE: np.ndarray | None = None
 ) -> Rig:
-    """The checkpoint in this folder, its experts placed contiguously if not said otherwise."""
+    """Load the checkpoint in this folder; the default placement is contiguous."""
     config = load_config(folder)
     _, abstract = abstract_model(config, jnp.float32, make_mesh(MeshConfig(dp, tp)))
     if slot_of_expert_LE is None:
@@ -103,7 +107,7 @@ def rig_of(
     backend: Backend = "xla",
     dtype: Any = jnp.float32,
 ) -> Rig:
-    """Weights that stand on this mesh already, in the slot order of this placement."""
+    """Return a rig of weights that are on this mesh already, in the slot order of this placement."""
     mesh = make_mesh(MeshConfig(dp, tp))
     graph, _ = abstract_model(config, dtype, mesh)
     layout = StepLayout(mesh, ENGINE.tile, exchange, backend)
@@ -118,7 +122,7 @@ def _all_logits(graph, layout, weights, state, slot_of_expert_LE, inputs):
 
 
 def build(engines, rows: int, tiles: int) -> tuple[StepInputs, list[list[np.ndarray]]]:
-    """Step inputs for these chunks, and the places of each chunk's tokens in T."""
+    """Return step inputs for these chunks, and the places in T of each chunk's tokens."""
     size, tile, pages = len(engines), ENGINE.tile, ENGINE.pages_per_row
     tokens_ST, positions_ST = np.zeros((2, size, rows + tiles * tile), np.int32)
     write_ST = np.full_like(tokens_ST, ENGINE.num_pages * ENGINE.page_size)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what loads, where it lands, and how everything else is refused by name."""
+"""Hugging Face folders load into the right shards, and errors name what is wrong with a folder."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def assert_equal(got: nnx.State, want: nnx.State) -> None:
 
 @pytest.fixture
 def copy(tmp_path) -> Callable[..., Path]:
-    """Makes a copy of a golden folder, with its tensors changed in place by a function."""
+    """Return a function that copies a golden folder, with tensors that another function changes in place."""
 
     def make(change: Callable[[Tensors], object] = lambda tensors: None, case: str = "base") -> Path:
         folder = tmp_path / "copy"
@@ -71,7 +71,7 @@ def copy(tmp_path) -> Callable[..., Path]:
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_lands_in_its_shards_and_every_tensor_is_used(case, dp, tp):
-    """Sizes agree, and so does the sum of all values, so nothing is left out or read twice but copies of KV heads."""
+    """Sizes and the sum of all values are equal, so each tensor is read one time, apart from copies of KV heads."""
     state = load(GOLDENS / case, MeshConfig(dp, tp))
     mesh = make_mesh(MeshConfig(dp, tp))
     for path, variable in nnx.to_flat_state(state):
@@ -92,10 +92,10 @@ def test_expert_weights_stack_gate_then_up_in_slot_order():
     tensors, placement = tensors_of(GOLDENS / "base"), np.array([[3, 1, 2, 0, 4, 5, 6, 7]] * 3)
     got = values(load(GOLDENS / "base", placement=placement))
     for slot, expert in enumerate([3, 1, 2, 0]):
-        of = "model.layers.0.mlp.experts." + str(expert)
-        parts = [tensors[f"{of}.{part}_proj.weight"].T for part in ("gate", "up")]
+        prefix = f"model.layers.0.mlp.experts.{expert}"
+        parts = [tensors[f"{prefix}.{part}_proj.weight"].T for part in ("gate", "up")]
         np.testing.assert_array_equal(got["layers", 0, "mlp", "gate_up"][slot], np.concatenate(parts, axis=1))
-        np.testing.assert_array_equal(got["layers", 0, "mlp", "down"][slot], tensors[f"{of}.down_proj.weight"].T)
+        np.testing.assert_array_equal(got["layers", 0, "mlp", "down"][slot], tensors[f"{prefix}.down_proj.weight"].T)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -117,7 +117,7 @@ def test_every_rank_holds_its_query_heads_with_their_keys_and_values(case, tp):
                 np.testing.assert_array_equal(qkv[..., group, place, :], head.T)
 
 
-def test_gate_and_up_of_a_dense_layer_lie_side_by_side():
+def test_gate_and_up_of_a_dense_layer_are_stacked():
     tensors = tensors_of(GOLDENS / "sparse_step")
     gate_up = values(load(GOLDENS / "sparse_step", MeshConfig(2, 2)))["layers", 0, "mlp", "gate_up"]
     for place, part in enumerate(("gate", "up")):
@@ -155,7 +155,7 @@ def quantised(dtype) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(dtype)})
 
 
-REFUSED: dict[str, tuple[Callable[[Tensors], object], str]] = {
+REJECTED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "missing": (lambda t: t.pop(EXPERT), f"missing tensors: {EXPERT}"),
     "missing two": (lambda t: (t.pop(ROUTER), t.pop(NORM)), f"missing tensors: {ROUTER}, {NORM}"),
     "extra": (lambda t: t.update({"model.spare": t[NORM]}), "tensors that this model has no place for: model.spare"),
@@ -172,31 +172,31 @@ REFUSED: dict[str, tuple[Callable[[Tensors], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("change,message", REFUSED.values(), ids=REFUSED)
-def test_wrong_tensors_are_refused_by_name(copy, change, message):
+@pytest.mark.parametrize("change,message", REJECTED.values(), ids=REJECTED)
+def test_wrong_tensors_are_rejected_and_named(copy, change, message):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load(copy(change))
 
 
-def test_all_that_is_wrong_is_said_at_once(copy):
+def test_one_error_names_all_wrong_tensors(copy):
     def change(tensors: Tensors) -> None:
         tensors["model.spare"] = tensors.pop(NORM)
         tensors[ROUTER] = tensors[ROUTER][:4]
 
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         load(copy(change))
     for name in (NORM, "model.spare", ROUTER):
-        assert name in str(refused.value)
+        assert name in str(rejected.value)
 
 
 def test_many_missing_tensors_are_counted_not_listed(copy):
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         load(copy(lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts" in name]))
-    assert "and 67 more" in str(refused.value)
-    assert str(refused.value).count("experts") == 5
+    assert "and 67 more" in str(rejected.value)
+    assert str(rejected.value).count("experts") == 5
 
 
-def test_a_truncated_file_is_refused_by_name(copy):
+def test_a_truncated_file_is_rejected_and_named(copy):
     folder = copy()
     file = folder / "model.safetensors"
     for size in (file.stat().st_size - 1, 1000, 4, 0):
@@ -206,14 +206,14 @@ def test_a_truncated_file_is_refused_by_name(copy):
             load(folder)
 
 
-def test_a_folder_without_weights_is_refused(copy):
+def test_a_folder_without_weights_is_rejected(copy):
     folder = copy()
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
         load(folder)
 
 
-def test_a_missing_or_truncated_shard_is_refused_by_name(copy):
+def test_a_missing_or_truncated_shard_is_rejected_and_named(copy):
     shard = copy(case="no_norm_topk") / "model-00002-of-00003.safetensors"
     with shard.open("r+b") as opened:
         opened.truncate(50_000)
@@ -224,7 +224,7 @@ def test_a_missing_or_truncated_shard_is_refused_by_name(copy):
         load(shard.parent)
 
 
-def test_an_index_that_lists_what_no_file_holds_is_refused(copy):
+def test_an_index_with_a_tensor_in_no_file_is_rejected(copy):
     folder = copy(case="no_norm_topk")
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.ghost"] = "model-00001-of-00003.safetensors"
@@ -234,7 +234,7 @@ def test_an_index_that_lists_what_no_file_holds_is_refused(copy):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"metadata": {}}'])
-def test_a_damaged_index_is_refused_by_name(copy, text):
+def test_a_damaged_index_is_rejected_and_named(copy, text):
     folder = copy(case="no_norm_topk")
     (folder / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(INDEX)):

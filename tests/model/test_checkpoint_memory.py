@@ -1,4 +1,4 @@
-"""Loading needs little host memory beyond what the devices hold, however large the checkpoint is."""
+"""Loading needs little host memory beyond the devices' buffers, independent of the size of the checkpoint."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from gimbal_jax.model.step import abstract_model
 
 ROOT = Path(__file__).parents[2]
 MOST = 1.3
-"""Times the largest parameter."""
+"""Most host memory, in multiples of the largest parameter."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Iterator[tuple[Path, int]]:
-    """About 250 MB whose parts are as large to each other as those of Qwen3-30B-A3B; and the bytes of the largest."""
+    """A checkpoint of about 250 MB with the proportions of Qwen3-30B-A3B, and the bytes of its largest parameter."""
     folder = tmp_path_factory.mktemp("large")
     small = json.loads((ROOT / "tests/goldens/base/config.json").read_text())
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_local_experts": 32, "num_hidden_layers": 4}
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory) -> Iterator[tuple[Path, int]]:
 
 
 def anonymous_bytes(pid: int) -> int | None:
-    """Memory of a process without file pages, which the system may drop at will; None once it has ended."""
+    """Return a process's memory without file pages, which the system may drop; None if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -61,9 +61,9 @@ def anonymous_bytes(pid: int) -> int | None:
 
 
 def host_peak(folder: Path, dp: int, tp: int) -> int:
-    """Most memory that the loading process had at any time beyond its own before and what the devices held then."""
+    """Return the peak memory of the loading process beyond its memory before the load and the devices' buffers."""
     command = [sys.executable, "-m", "tests.model.loading_process", str(folder), str(dp), str(tp)]
-    # Freed memory goes back to the system at once.
+    # With this threshold, freed memory goes back to the system immediately.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     samples = []
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -80,6 +80,7 @@ def host_peak(folder: Path, dp: int, tp: int) -> int:
     return max(now - before - held_at_end[i] for (_, now), i in zip(samples, place, strict=True) if i >= 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2)])
 def test_host_peak_is_at_most_1_3_times_the_largest_parameter(checkpoint, dp, tp):

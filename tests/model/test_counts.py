@@ -1,4 +1,4 @@
-"""A[l, s, e] is exact: every real token counts k times in each MoE layer, for its own source, and nothing else does."""
+"""Counts A[l, s, e] are exact: each real token counts k times per MoE layer for its own source; padding does not."""
 
 import inspect
 from pathlib import Path
@@ -11,6 +11,7 @@ from gimbal_jax.model import transformer
 from gimbal_jax.pallas_kernels import route_and_count
 from tests.model.rig import Chunk, Rig, rig
 
+pytestmark = pytest.mark.slow
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TOKENS = np.random.default_rng(0).integers(0, 128, 40)
 SOURCES, LAYERS, TOP_K = 2, 3, 2
@@ -24,7 +25,7 @@ IDLE: Work = ([], [])
 
 @pytest.fixture(scope="module")
 def routed() -> tuple[Rig, list[tuple[int, int, np.ndarray, np.ndarray]]]:
-    """A model, and what its routers saw: (layer, source, logits_TE, valid_T) of every call, in any order."""
+    """A model, and the router inputs of its last step: (layer, source, logits_TE, valid_T) of each call, unordered."""
     seen: list[tuple[int, int, np.ndarray, np.ndarray]] = []
     real, layer = route_and_count, iter(range(LAYERS))
 
@@ -44,7 +45,7 @@ def routed() -> tuple[Rig, list[tuple[int, int, np.ndarray, np.ndarray]]]:
 
 
 def counts_of(routed, *engines) -> np.ndarray:
-    """Counts of one step of a fresh model; what its routers saw is in ``routed``."""
+    """Return the counts of one step of a fresh model; ``routed`` then has the inputs of its routers."""
     model, seen = routed
     fresh = model.placed(model.slot_of_expert_LE)
     jax.effects_barrier()
@@ -66,7 +67,7 @@ def test_counts_equal_a_recount_of_the_router_logits(routed, engines):
     np.testing.assert_array_equal(counts_LSE.sum(axis=2), np.tile(np.array(tokens_S) * TOP_K, (LAYERS, 1)))
 
 
-def test_a_source_counts_the_same_alone_and_in_company(routed):
+def test_counts_of_a_source_do_not_depend_on_other_sources(routed):
     together_LSE = counts_of(routed, LEFT, RIGHT)
     np.testing.assert_array_equal(counts_of(routed, LEFT, IDLE)[:, 0], together_LSE[:, 0])
     np.testing.assert_array_equal(counts_of(routed, IDLE, RIGHT)[:, 1], together_LSE[:, 1])

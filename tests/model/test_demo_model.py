@@ -1,4 +1,4 @@
-"""The demo checkpoint is complete, deterministic and in Hugging Face's format; its routing is tested on the model."""
+"""The demo checkpoint is complete, deterministic and in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_a_prompt_has_as_many_tokens_as_words_all_of_its_topic(topic: str, token
     assert not set(ids) & set(tokenizer.encode(others).ids)
 
 
-def test_prompts_come_from_the_generator() -> None:
+def test_prompts_depend_only_on_the_generator() -> None:
     first, same, other = (topic_prompt("music", 20, np.random.default_rng(seed)) for seed in (0, 0, 1))
     assert first == same != other
 
 
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer(text: str, tokenizer: Tokenizer) -> None:
+def test_the_tokenizer_decodes_to_the_encoded_text(text: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
@@ -123,5 +123,5 @@ def test_chat_template_is_chatml(folder: Path, tokenizer: Tokenizer) -> None:
     text = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
     assert text == "<|im_start|>user\nviolin solo<|im_end|>\n<|im_start|>assistant\n"
     special = {tokenizer.token_to_id(token): token for token in SPECIAL_TOKENS}
-    told = [special[id] for id in tokenizer.encode(text).ids if id in special]
-    assert told == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    found = [special[id] for id in tokenizer.encode(text).ids if id in special]
+    assert found == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]

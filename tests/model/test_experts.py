@@ -1,4 +1,4 @@
-"""Moving experts between ranks: the table of a round, and the round on devices."""
+"""Moves of experts between ranks: the table of a round, and the round on devices."""
 
 from functools import partial
 
@@ -23,14 +23,14 @@ def table(src: list[int], dst: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def weights(seed: int) -> tuple[list[np.ndarray], tuple[jax.Array, ...]]:
-    """Two arrays in slot order and of different types, on the host and on the mesh."""
+    """Return two arrays in slot order and of different types, on the host and on the mesh."""
     rng = np.random.default_rng(seed)
     host = [rng.normal(size=(SLOTS, 3, 5)).astype(np.float32), rng.integers(0, 100, (SLOTS, 2)).astype(np.int8)]
     return host, tuple(jax.device_put(array.copy(), NamedSharding(MESH, P(RANKS))) for array in host)
 
 
 def test_table_by_hand():
-    """Slots 0-3 are of rank 0, 4-7 of rank 1: 0 -> 5, 5 -> 6 -> 0, and 1 -> 7 -> 1."""
+    """Slots 0-3 belong to rank 0 and 4-7 to rank 1. The moves are 0 -> 5, 5 -> 6 -> 0 and 1 -> 7 -> 1."""
     send, receive = table([0, 5, 6, 1, 7], [5, 6, 0, 7, 1])
     none = [0, 0], [4, 4]
     wanted = {(0, 1): ([0, 1], [1, 3]), (1, 1): ([1, 0], [2, 4]), (1, 0): ([2, 3], [0, 1])}
@@ -38,23 +38,23 @@ def test_table_by_hand():
         assert (send[pair].tolist(), receive[pair].tolist()) == wanted.get(pair, none), pair
 
 
-def test_table_refuses_more_rows_than_fit():
+def test_table_rejects_more_rows_than_fit():
     with pytest.raises(ValueError, match="more than 2 rows from rank 0 to rank 3"):
         table([0, 1, 2], [12, 13, 14])
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rounds_equal_a_permutation_of_the_rows(seed):
-    """After every round of a plan, each slot holds the expert that the table says."""
+    """After each round of a plan, each slot holds the expert of the round's placement."""
     rng = np.random.default_rng(seed)
     old, new = (rng.permutation(SLOTS).astype(np.int32) for _ in range(2))
     host, placed = weights(seed)
     by_expert = [array[old] for array in host]
     rounds = plan_rounds(old, new, RANK_COUNT, ROWS_PER_PAIR)
-    for each in rounds:
-        placed = move(placed, *table(each.src_slot.tolist(), each.dst_slot.tolist()))
+    for moves in rounds:
+        placed = move(placed, *table(moves.src_slot.tolist(), moves.dst_slot.tolist()))
         for array, experts in zip(placed, by_expert, strict=True):
-            np.testing.assert_array_equal(np.asarray(array)[each.slot_of_expert_E], experts)
+            np.testing.assert_array_equal(np.asarray(array)[moves.slot_of_expert_E], experts)
             assert array.sharding.is_equivalent_to(NamedSharding(MESH, P(RANKS)), array.ndim)
     np.testing.assert_array_equal(rounds[-1].slot_of_expert_E, new)
 
@@ -66,7 +66,7 @@ def test_an_empty_round_changes_nothing():
 
 
 def test_weights_are_updated_in_place():
-    """Donated buffers are the result's buffers: a move needs no second copy of a layer."""
+    """The result has the donated buffers, so a move needs no second copy of a layer."""
     _, placed = weights(0)
     placed = move(placed, *table([], []))  # the first buffers may be numpy's, which cannot be donated
     before = [[shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards] for array in placed]
@@ -76,7 +76,7 @@ def test_weights_are_updated_in_place():
 
 
 def test_only_moved_rows_travel():
-    """A gather over the sharded axis would bring the whole layer to every device."""
+    """A gather over the sharded axis would copy the whole layer to every device."""
     _, placed = weights(0)
     program = move.lower(placed, *table([0, 5], [5, 0])).compile().as_text()
     assert program is not None and "all-to-all" in program

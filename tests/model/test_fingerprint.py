@@ -1,4 +1,4 @@
-"""Fingerprints: the same for copies, another for another checkpoint, and what they cannot tell."""
+"""Fingerprints are equal for copies of a checkpoint and differ between checkpoints, within stated limits."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def orbax(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["base", "no_norm_topk", "orbax"])
 def original(request, orbax) -> Path:
-    """One file, several, and Orbax."""
+    """A checkpoint in one file, one in several files, and one of Orbax."""
     return orbax if request.param == "orbax" else GOLDENS / request.param
 
 
@@ -43,7 +43,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def tuned(folder: Path, *names: str) -> str:
-    """The fingerprint of the base checkpoint with each of these tensors changed a little, everywhere."""
+    """Return the fingerprint of the base checkpoint with all values of these tensors changed a little."""
     folder.mkdir(exist_ok=True)
     tensors = load_file(GOLDENS / "base" / "model.safetensors")
     save_file({n: t * 1.01 if n in names else t for n, t in tensors.items()}, folder / "model.safetensors")
@@ -51,7 +51,7 @@ def tuned(folder: Path, *names: str) -> str:
     return checkpoint_fingerprint(folder)
 
 
-def test_a_copy_has_the_same_wherever_and_whenever_it_was_made(original, tmp_path):
+def test_copies_have_the_same_fingerprint(original, tmp_path):
     copy = copy_of(original, tmp_path)
     for path in copy.rglob("*"):
         os.utime(path, (10**9, 10**9))
@@ -59,7 +59,7 @@ def test_a_copy_has_the_same_wherever_and_whenever_it_was_made(original, tmp_pat
     assert re.fullmatch(r"[0-9a-f]{16}", checkpoint_fingerprint(original))
 
 
-def test_what_followers_do_not_read_does_not_count(original, tmp_path):
+def test_files_that_followers_do_not_read_do_not_count(original, tmp_path):
     copy = copy_of(original, tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "other.safetensors"):
         (copy / name).write_text("another")
@@ -74,12 +74,13 @@ def test_another_configuration_differs(original, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in TENSORS if ".experts." not in name])
-def test_another_fine_tune_of_any_one_tensor_differs(tmp_path, name):
+def test_changing_any_tensor_changes_the_fingerprint(tmp_path, name):
     assert tuned(tmp_path, name) != tuned(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_another_fine_tune_of_a_layer_s_experts_differs_and_of_one_expert_may_not(tmp_path, part, monkeypatch):
+def test_changing_all_experts_of_a_layer_changes_the_fingerprint(tmp_path, part, monkeypatch):
+    """A change of one expert may not change it, because the experts of a layer share one sample."""
     monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)  # less than half of an expert, as with models of full size
     experts = [name for name in TENSORS if re.fullmatch(rf"model\.layers\.1\..*experts\.\d\.{part}\.weight", name)]
     assert len(experts) == 8
@@ -115,8 +116,8 @@ def test_another_byte_at_either_end_of_any_orbax_file_differs(orbax, tmp_path, m
     assert checkpoint_fingerprint(copy) == checkpoint_fingerprint(orbax)
 
 
-def test_half_a_terabyte_takes_no_time(tmp_path):
-    """One that is empty: whoever read it all would still be at it when the test ends."""
+def test_a_large_file_is_not_read_whole(tmp_path):
+    """The file is sparse and has half a terabyte. Reading all of it would take hours."""
     shape, size = [500, 5 * 10**8], 5 * 10**11
     header = json.dumps({"a": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
@@ -130,7 +131,7 @@ def test_half_a_terabyte_takes_no_time(tmp_path):
     "content",
     [b"", b"\x00", b"\xff" * 100, (5).to_bytes(8, "little") + b"[1,2]", (8).to_bytes(8, "little") + b'{"a": 1}'],
 )
-def test_damage_is_said_with_the_file(tmp_path, content):
+def test_damaged_files_are_named(tmp_path, content):
     copy = copy_of(GOLDENS / "no_norm_topk", tmp_path)
     damaged = copy / "model-00002-of-00003.safetensors"
     damaged.write_bytes(content)

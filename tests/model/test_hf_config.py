@@ -1,4 +1,4 @@
-"""Both forms of config.json give the same configuration, and nothing asked for is dropped in silence."""
+"""Both forms of config.json give the same configuration, and no unsupported setting is ignored silently."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def minimal(**changes: Any) -> dict[str, Any]:
 
 
 def problems(**changes: Any) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejected:
         parse_config(minimal(**changes))
-    return refusal.value.problems
+    return rejected.value.problems
 
 
 def only_problem(**changes: Any) -> str:
@@ -123,7 +123,7 @@ def test_presets_are_the_published_configs() -> None:
     assert parse_config(QWEN3_235B | SIZES_30B) == PRESETS["Qwen3-30B-A3B"]
 
 
-def test_transformers_5_form_of_a_published_config_means_the_same() -> None:
+def test_the_transformers_5_form_gives_the_same_configuration() -> None:
     renamed = {"num_local_experts": "num_experts", "dtype": "torch_dtype"}
     v5 = {
         key: value for key, value in QWEN3_235B.items() if key not in (*renamed.values(), "rope_scaling", "rope_theta")
@@ -133,7 +133,7 @@ def test_transformers_5_form_of_a_published_config_means_the_same() -> None:
     assert parse_config(v5) == PRESETS["Qwen3-235B-A22B"]
 
 
-def test_absent_keys_mean_what_they_mean_in_transformers() -> None:
+def test_absent_keys_have_the_defaults_of_transformers() -> None:
     config = parse_config(minimal())
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (151936, 2048, 6144)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (24, 32, 4)
@@ -163,7 +163,7 @@ def test_absent_keys_mean_what_they_mean_in_transformers() -> None:
         ("v4_config", {"rope": RopeConfig(10_000.0, "linear", factor=2.0)}),
     ],
 )
-def test_goldens_differ_from_the_base_in_what_they_are_named_for(name: str, changes: dict[str, Any]) -> None:
+def test_goldens_differ_from_base_only_in_their_named_feature(name: str, changes: dict[str, Any]) -> None:
     assert load_config(GOLDENS / name) == replace(load_config(GOLDENS / "base"), **changes)
 
 
@@ -180,14 +180,14 @@ def test_moe_layers_follow_the_rule_of_the_decoder_layer(layers: int, step: int,
             parse_config(hf)
 
 
-@pytest.mark.parametrize("length_key_place", ["inside", "beside", "nowhere"])
+@pytest.mark.parametrize("length_key_place", ["inside", "outside", "nowhere"])
 def test_yarn(length_key_place: str) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "mscale": 0.7, "mscale_all_dim": 0.8}
     scaling |= {"truncate": False, "attention_factor": 1.5}
     hf = minimal(rope_theta=5e6, rope_scaling=scaling, max_position_embeddings=65536)
     if length_key_place == "inside":
         scaling["original_max_position_embeddings"] = 8192
-    elif length_key_place == "beside":
+    elif length_key_place == "outside":
         hf["original_max_position_embeddings"] = 8192
     rope = parse_config(hf).rope
     assert rope == RopeConfig(
@@ -204,13 +204,13 @@ def test_yarn(length_key_place: str) -> None:
     )
 
 
-def test_theta_in_the_rope_object_wins_and_a_null_yarn_factor_is_the_ratio_of_lengths() -> None:
+def test_theta_in_the_rope_object_takes_precedence_and_a_null_yarn_factor_is_the_ratio_of_lengths() -> None:
     parameters = {"rope_type": "yarn", "rope_theta": 7.0, "factor": None, "original_max_position_embeddings": 4096}
     rope = parse_config(minimal(rope_parameters=parameters, rope_theta=5.0, max_position_embeddings=32768)).rope
     assert (rope.theta, rope.factor) == (7.0, 8.0)
 
 
-def test_sliding_window_counts_only_where_it_is_switched_on() -> None:
+def test_sliding_window_is_read_only_if_switched_on() -> None:
     assert parse_config(minimal(sliding_window=512)).sliding_window is None
     assert parse_config(minimal(sliding_window=512, use_sliding_window=True)).sliding_window == 512
     assert parse_config(minimal(use_sliding_window=True)).sliding_window == 4096
@@ -227,7 +227,7 @@ def test_generation_config_decides_the_token_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures is"),
@@ -257,13 +257,13 @@ def test_generation_config_decides_the_token_ids(tmp_path: Path) -> None:
         ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters.mrope_section is [1, 2]; not supported"),
     ],
 )
-def test_what_we_do_not_do_is_refused_by_name_and_value(changes: dict[str, Any], said: str) -> None:
-    assert only_problem(**changes).startswith(said)
+def test_unsupported_values_are_rejected_and_named(changes: dict[str, Any], problem: str) -> None:
+    assert only_problem(**changes).startswith(problem)
 
 
-def test_all_problems_are_told_at_once() -> None:
-    told = problems(hidden_act="relu", num_key_value_heads=5, rope_scaling={"type": "longrope"}, moe_bias=True)
-    assert [problem.split()[0] for problem in told] == [
+def test_one_error_names_all_problems() -> None:
+    found = problems(hidden_act="relu", num_key_value_heads=5, rope_scaling={"type": "longrope"}, moe_bias=True)
+    assert [problem.split()[0] for problem in found] == [
         "hidden_act",
         "num_key_value_heads",
         "rope_scaling.type",
@@ -271,12 +271,12 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
-def test_a_switched_off_unknown_key_is_no_problem() -> None:
+def test_unknown_keys_that_are_off_are_accepted() -> None:
     assert parse_config(minimal(qkv_bias=False, quantization_config=None)) == parse_config(minimal())
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"qwen3_moe"'])
-def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_an_object_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path)

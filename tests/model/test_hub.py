@@ -1,3 +1,5 @@
+"""A model is downloaded from the hub if it is neither a folder nor in the cache, and errors give a remedy."""
+
 import hashlib
 import json
 import shutil
@@ -24,16 +26,16 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.j
 
 
 @contextmanager
-def hub(files=FILES, refuse=(404, "RepoNotFound"), broken=()):
-    """A server that speaks the hub's HTTP for one model, ``org/model``; gives its address and what it was asked."""
-    asked = []
+def hub(files=FILES, rejection=(404, "RepoNotFound"), broken=()):
+    """Run a server with the hub's HTTP API for one model, ``org/model``. Yield its address and the requested paths."""
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self):
             self.do_GET()
 
         def do_GET(self):
-            asked.append(self.path)
+            requests.append(self.path)
             path = self.path.split("?")[0]
             if path == "/api/models/org/model/revision/main" or path == f"/api/models/org/model/revision/{COMMIT}":
                 self.answer(json.dumps({"id": "org/model", "sha": COMMIT, "siblings": []}).encode())
@@ -51,7 +53,7 @@ def hub(files=FILES, refuse=(404, "RepoNotFound"), broken=()):
             elif path.startswith("/api/models/org/model/revision/"):
                 self.answer(b"", 404, "RevisionNotFound")
             else:
-                self.answer(b"", *refuse)
+                self.answer(b"", *rejection)
 
         def answer(self, content, status=200, error=None):
             self.send_response(status)
@@ -72,7 +74,7 @@ def hub(files=FILES, refuse=(404, "RepoNotFound"), broken=()):
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
+            yield f"http://127.0.0.1:{server.server_port}", requests
         finally:
             server.shutdown()
             thread.join()
@@ -82,7 +84,7 @@ def files_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_wins(tmp_path, monkeypatch):
+def test_a_folder_takes_precedence_over_the_hub(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve_model("org/model", None, endpoint="http://127.0.0.1:1").samefile(tmp_path / "org" / "model")
@@ -91,61 +93,61 @@ def test_a_folder_wins(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_what_serving_needs_is_fetched_and_nothing_else(tmp_path, revision):
+def test_only_the_needed_files_are_downloaded(tmp_path, revision):
     reports = []
-    with hub() as (endpoint, asked):
+    with hub() as (endpoint, requests):
         report = lambda done, total: reports.append((done, total))  # noqa: E731
         folder = resolve_model("org/model", revision, report, cache_dir=tmp_path, endpoint=endpoint)
     assert files_of(folder) == WANTED
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
-    assert not any("pytorch" in path or "README" in path for path in asked)
+    assert not any("pytorch" in path or "README" in path for path in requests)
     assert reports[-1] == (3, 3) and reports == sorted(reports)
 
 
-def test_what_was_fetched_needs_no_network(tmp_path):
-    with hub() as (endpoint, asked):
+def test_a_downloaded_model_needs_no_network(tmp_path):
+    with hub() as (endpoint, requests):
         first = resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
-        asked.clear()
+        requests.clear()
         assert resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint) == first
-        assert not any("resolve" in path for path in asked)
+        assert not any("resolve" in path for path in requests)
     assert resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint) == first
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/no/such/folder", "a b", "org/model/x", "org//model", "o--o/m"])
-def test_what_is_neither_is_refused_without_asking(tmp_path, model, monkeypatch):
+def test_an_invalid_hub_id_is_rejected_without_a_request(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with hub() as (endpoint, asked), pytest.raises(ValueError, match="neither a folder nor a hub id"):
+    with hub() as (endpoint, requests), pytest.raises(ValueError, match="neither a folder nor a hub id"):
         resolve_model(model, None, cache_dir=tmp_path, endpoint=endpoint)
-    assert asked == []
+    assert requests == []
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((404, "RepoNotFound"), "no model of the hub; if it is private, sign in with `hf auth login`"),
-        ((401, "RepoNotFound"), "no model of the hub; if it is private, sign in with `hf auth login`"),
+        ((404, "RepoNotFound"), "nor a model of the hub; if it is private, sign in with `hf auth login`"),
+        ((401, "RepoNotFound"), "nor a model of the hub; if it is private, sign in with `hf auth login`"),
         ((403, "GatedRepo"), "is gated: request access .* set HF_TOKEN"),
     ],
 )
-def test_a_model_that_cannot_be_had_says_what_to_do(tmp_path, answer, message):
-    with hub(refuse=answer) as (endpoint, _), pytest.raises(ValueError, match=message):
+def test_an_inaccessible_model_gives_an_error_with_a_remedy(tmp_path, answer, message):
+    with hub(rejection=answer) as (endpoint, _), pytest.raises(ValueError, match=message):
         resolve_model("org/other", None, cache_dir=tmp_path, endpoint=endpoint)
 
 
-def test_an_unknown_revision(tmp_path):
+def test_an_unknown_revision_is_rejected(tmp_path):
     with hub() as (endpoint, _), pytest.raises(ValueError, match="org/model has no revision v9"):
         resolve_model("org/model", "v9", cache_dir=tmp_path, endpoint=endpoint)
 
 
-def test_without_a_network(tmp_path):
+def test_a_model_outside_the_cache_needs_a_network(tmp_path):
     with hub() as (endpoint, _):
         pass
     with pytest.raises(OSError, match="not a folder and not in the cache, and the hub cannot be reached"):
         resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
 
 
-def test_a_connection_that_breaks(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library tries again, ever later
+def test_a_broken_connection_raises_an_os_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library retries with growing delays
     with (
         hub(broken=(f"/org/model/resolve/{COMMIT}/model.safetensors",)) as (endpoint, _),
         pytest.raises(OSError, match="org/model cannot be downloaded from the hub: "),
@@ -153,14 +155,14 @@ def test_a_connection_that_breaks(tmp_path, monkeypatch):
         resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
 
 
-def test_without_safetensors(tmp_path):
+def test_a_repository_without_safetensors_is_rejected(tmp_path):
     with hub({"config.json": b"{}", "pytorch_model.bin": b""}) as (endpoint, _):
         with pytest.raises(ValueError, match="org/model has no safetensors"):
             resolve_model("org/model", None, cache_dir=tmp_path, endpoint=endpoint)
         assert not list(tmp_path.rglob("config.json"))
 
 
-def test_without_room(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 8, 2 * 2**20))
     with hub() as (endpoint, _):
         with pytest.raises(OSError, match=r"takes 3 MiB, and .* has 2 MiB free; set HF_HOME"):

@@ -1,10 +1,11 @@
-"""A whole model through the Mosaic kernels, interpreted on a CPU, against plain XLA."""
+"""A whole model with the Mosaic kernels, interpreted on a CPU, gives the results of plain XLA."""
 
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from gimbal_jax.config import MeshConfig, ModelConfig
@@ -32,27 +33,28 @@ SLOT_OF_EXPERT_LE = np.array([[3, 0, 6, 1, 7, 2, 4, 5], [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 def random_weights() -> nnx.State:
-    """Norms of 1, and matrices whose products are about as large as their operands."""
+    """Return norms of 1, and matrices whose products are about as large as their operands."""
     rng = np.random.default_rng(1)
     _, abstract = abstract_model(MODEL, jnp.bfloat16, make_mesh(MeshConfig(1, 1)))
 
-    def one(variable: nnx.Variable) -> nnx.Variable:
+    def randomised(variable: nnx.Variable) -> nnx.Variable:
         array = variable.get_value()
         scale = MODEL.hidden_size**-0.5
         value = np.ones(array.shape) if array.ndim == 1 else rng.normal(size=array.shape) * scale
         return variable.replace(jax.device_put(jnp.asarray(value, array.dtype), array.sharding))
 
-    return jax.tree.map(one, abstract, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return jax.tree.map(randomised, abstract, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def logits_of(model: Rig) -> np.ndarray:
-    """Of a step with a row, the first token of a sequence, and two tiles of a prompt."""
+    """Return the logits of a step with a decode row, the first token of a sequence, and two tiles of a prompt."""
     (row, prompt), *_ = model.run(([Chunk(TOKENS[-1:], 0, first_page=12)], [Chunk(TOKENS[:-1], 0)]))
     return np.concatenate([row, prompt])
 
 
+@pytest.mark.slow
 def test_logits_and_counts_are_those_of_plain_xla():
-    """On one device: the interpreter does not take kernels of several at once."""
+    """The mesh is one device, because the interpreter does not run kernels on several devices."""
     settings = MODEL, random_weights(), SLOT_OF_EXPERT_LE, 1, 1
     plain, kernels = (
         replace(rig_of(*settings, backend=backend, dtype=jnp.bfloat16), decode_rows=1, tiles=2) for backend in BACKENDS

@@ -1,4 +1,4 @@
-"""Weights that stay in bfloat16 where steps compute in float32."""
+"""Weights that stay in bfloat16 while steps compute in float32."""
 
 from pathlib import Path
 
@@ -31,22 +31,31 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def able(monkeypatch):
-    """A CPU that multiplies bfloat16, whatever this one does."""
+    """Pretend that this CPU multiplies bfloat16."""
     monkeypatch.setattr(loading, "_multiplies_bfloat16", lambda: True)
 
 
 def logits_of(model: Rig) -> np.ndarray:
-    """Of a prompt on the last engine, and then of one more token."""
+    """Return the logits of a prompt on the last engine, and of one more token."""
     idle: list[tuple[list[Chunk], list[Chunk]]] = [([], [])] * (model.mesh.shape["dp"] - 1)
     (prompt,) = model.run(*idle, ([], [Chunk(PROMPT, 0)]))[-1]
     (token,) = model.run(*idle, ([Chunk(np.array([5]), len(PROMPT))], []))[-1]
     return np.concatenate([prompt, token])
 
 
-@pytest.mark.parametrize("exchange", ["gather", "sparse"])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("case", ["mlp_only", "attention_bias", "tied"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "dp", "tp", "exchange"),
+    [
+        ("mlp_only", 1, 1, "gather"),
+        ("mlp_only", 2, 2, "gather"),
+        ("mlp_only", 2, 2, "sparse"),
+        ("attention_bias", 2, 2, "gather"),
+        ("tied", 2, 2, "gather"),
+    ],
+)
 def test_logits_are_those_of_the_same_weights_in_float32(case, dp, tp, exchange):
+    """The cases cover every product with weights: dense and expert layers, biases, and both output tables."""
     model = rig(GOLDENS / case, dp, tp)
     kept = jax.tree.map(lambda array: array.astype(jnp.bfloat16), model.weights)
     widened = jax.tree.map(lambda array: array.astype(jnp.float32), kept)
@@ -57,13 +66,13 @@ def test_logits_are_those_of_the_same_weights_in_float32(case, dp, tp, exchange)
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-def test_only_float32_steps_keep_only_what_is_stored_in_bfloat16(demo, able):
+def test_weights_stay_bfloat16_only_for_float32_steps_and_bfloat16_files(demo, able):
     assert weights_dtype_on_cpu(demo, "float32") == "bfloat16"
     assert weights_dtype_on_cpu(demo, "float16") == "float16"
     assert weights_dtype_on_cpu(GOLDENS / "base", "float32") == "float32"
 
 
-def test_one_tensor_in_float32_is_enough_to_lose_something(demo, able, tmp_path):
+def test_one_float32_tensor_makes_all_weights_float32(demo, able, tmp_path):
     tensors = load_file(demo / "model.safetensors")
     name = sorted(tensors)[0]
     save_file(tensors | {name: tensors[name].astype(np.float32)}, tmp_path / "model.safetensors")
@@ -71,7 +80,7 @@ def test_one_tensor_in_float32_is_enough_to_lose_something(demo, able, tmp_path)
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_orbax_folders_say_their_type_too(demo, able, tmp_path, stored):
+def test_the_type_of_an_orbax_folder_is_read(demo, able, tmp_path, stored):
     config = load_config(demo)
     save_orbax(tmp_path / "saved", demo, *load_weights(demo, config, make_mesh(MeshConfig()), stored))
     assert weights_dtype_on_cpu(tmp_path / "saved", "float32") == stored
@@ -80,6 +89,6 @@ def test_orbax_folders_say_their_type_too(demo, able, tmp_path, stored):
 @pytest.mark.parametrize(
     ("flags", "wanted"), [("fpu amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx512f", "float32")]
 )
-def test_a_cpu_without_instructions_for_it_widens_them(demo, monkeypatch, flags, wanted):
+def test_weights_stay_bfloat16_only_on_cpus_that_multiply_it(demo, monkeypatch, flags, wanted):
     monkeypatch.setattr(loading, "_cpu_flags", lambda: flags)
     assert weights_dtype_on_cpu(demo, "float32") == wanted

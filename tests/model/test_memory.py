@@ -1,4 +1,4 @@
-"""Memory arithmetic: exactly what the shards take, by hand for the paper's model, and a pool that just fits."""
+"""Memory arithmetic equals the bytes of the shards and a calculation by hand, and the KV pool is as large as fits."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ from gimbal_jax.model.memory import (
 from gimbal_jax.model.sharding import RANKS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.model.step import abstract_model, abstract_state
-from gimbal_jax.serving.runtime.batch import blank
+from gimbal_jax.serving.runtime.batch import default_rare_inputs
 
 QWEN = PRESETS["Qwen3-30B-A3B"]
 SMALL = {name: replace(model, num_layers=3, moe_layers=(0, 2)) for name, model in PRESETS.items()}
@@ -38,13 +38,13 @@ MODELS = {
 
 
 def held(tree: object) -> int:
-    """Bytes of one device's shards."""
+    """Return the bytes of one device's shards."""
     arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
 def parts_of(weights: nnx.State) -> dict[str, int]:
-    """Bytes of one device's shards, by the parts that ``WeightBytes`` names."""
+    """Return the bytes of one device's shards, by the fields of ``WeightBytes``."""
     parts = dict.fromkeys(("experts", "attention", "router", "dense", "vocabulary"), 0)
     for path, variable in nnx.to_flat_state(weights):
         axes = variable.get_metadata("axes")
@@ -64,7 +64,7 @@ def on(dp: int, tp: int) -> AbstractMesh:
 
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2), (1, 4), (4, 1), (1, 8), (2, 8), (4, 8)])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_weights_are_those_of_the_model_s_shards(model: ModelConfig, dp, tp):
+def test_weight_bytes_equal_the_model_s_shards(model: ModelConfig, dp, tp):
     _, weights = abstract_model(model, model.weights_dtype, on(dp, tp))  # type: ignore[arg-type]
     found = weight_bytes(model, MeshConfig(dp, tp))
     assert vars(found) == parts_of(weights)
@@ -72,7 +72,7 @@ def test_weights_are_those_of_the_model_s_shards(model: ModelConfig, dp, tp):
 
 
 @pytest.mark.parametrize("dp,tp", [(1, 1), (2, 2), (1, 8), (2, 16)])
-def test_a_page_and_the_counters_are_those_of_the_state_s_shards(dp, tp):
+def test_page_and_counter_bytes_equal_the_state_s_shards(dp, tp):
     model, engine = SMALL["Qwen3-235B-A22B"], EngineConfig(num_pages=1, page_size=16)
 
     def state(pages: int) -> int:
@@ -84,9 +84,9 @@ def test_a_page_and_the_counters_are_those_of_the_state_s_shards(dp, tp):
 
 
 @pytest.mark.parametrize("vocab_size,budget", [(151936, 8192), (1000, 100)])
-def test_rare_inputs_are_those_of_the_server(vocab_size, budget):
+def test_rare_bytes_equal_the_server_s_arrays(vocab_size, budget):
     engine = EngineConfig(max_model_len=123, max_rows=7, token_budget=budget, tile=64)
-    arrays = vars(blank(engine, vocab_size, engines=1)).values()
+    arrays = vars(default_rare_inputs(engine, vocab_size, engines=1)).values()
     flags = sum(array.nbytes for array in arrays if not array.ndim)
     assert rare_bytes(vocab_size, engine) == sum(array.nbytes for array in arrays) - flags
 
@@ -97,7 +97,7 @@ def test_the_paper_s_request_takes_187_5_mib():
 
 
 def test_by_hand_on_the_paper_s_testbed():
-    # 3 matrices of 2048 x 768 in two bytes; 48 layers of 128 of them over 4 GPUs.
+    # An expert is 3 matrices of 2048 x 768 in two bytes; 48 layers have 128 experts each, over 4 GPUs.
     assert expert_bytes(QWEN) == 9_437_184
     weights = weight_bytes(QWEN, MeshConfig(2, 2))
     assert weights.experts == 48 * 32 * 9_437_184
@@ -113,13 +113,13 @@ def test_by_hand_on_the_paper_s_testbed():
 
 
 @pytest.mark.parametrize("tp,heads", [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)])
-def test_kv_heads_are_copied_where_an_engine_has_more_devices(tp, heads):
+def test_kv_heads_are_copied_if_an_engine_has_more_devices(tp, heads):
     assert kv_bytes_per_token(QWEN, tp) == heads * kv_bytes_per_token(QWEN) // 4
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 @pytest.mark.parametrize("model", [QWEN, SMALL["Qwen3-235B-A22B"]], ids=["sparse", "with dense layers"])
-def test_a_greater_step_needs_no_less(model, backend):
+def test_a_larger_step_needs_at_least_as_much(model, backend):
     engine = EngineConfig(tile=64)
     buckets = [(32, 0), (128, 0), (128, 32), (128, 128)]
     sizes = [step_bytes(model, MeshConfig(2, 2), engine, bucket, backend) for bucket in buckets]
@@ -152,12 +152,12 @@ def test_the_pool_fits_and_one_page_more_would_not(name, dp, tp, page_size, rows
     assert pages * page_size >= engine.max_model_len
 
 
-def test_too_little_memory_is_refused_with_the_numbers():
+def test_too_little_memory_is_rejected_with_numbers():
     needed = device_bytes(QWEN, ServerConfig(MeshConfig(2, 2), EngineConfig(page_size=64)), (32, 16))
     assert needed.kv_pages(needed.least) == 64
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         needed.kv_pages(10**10)
     for part in ("may use 10.0 GB", f"needs {needed.least / 1e9:.1f} GB", "16.0 for weights", "for a step"):
-        assert part in str(refused.value)
+        assert part in str(rejected.value)
     with pytest.raises(ValueError, match="one sequence"):
         needed.kv_pages(needed.least - 1)

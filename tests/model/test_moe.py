@@ -1,4 +1,4 @@
-"""The MoE exchange over four ranks, and within one, against a loop over tokens and their experts."""
+"""The MoE exchange, over four ranks and within one, equals a loop over tokens and their experts."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ SLOT_OF_EXPERT = np.array([3, 0, 6, 1, 7, 2, 4, 5], np.int32)
 
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What ``jax.lax.ragged_all_to_all`` documents, which CPUs do not have: rows go where their sender says."""
+    """Emulate ``jax.lax.ragged_all_to_all`` as documented, because CPUs do not have it."""
     operands, starts, sizes, to = (
         jax.lax.all_gather(array, axis_name) for array in (operand, input_offsets, send_sizes, output_offsets)
     )
@@ -34,11 +34,13 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return output
 
 
-@pytest.fixture(
-    scope="module", params=["gather", "gather, chunks", "sparse", "sparse, chunks", "sparse, ragged", "alone"]
-)
+FAST = ["gather", "sparse"]
+SLOW = ["gather, chunks", "sparse, chunks", "sparse, ragged", "alone"]
+
+
+@pytest.fixture(scope="module", params=[*FAST, *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW)])
 def exchange(request):
-    """Each form by plain XLA, the chunked product in each, the ragged collective that CUDA has, and one rank alone."""
+    """Both forms in plain XLA and with the chunked product, the ragged collective of CUDA, and one rank alone."""
     form, _, variant = request.param.partition(", ")
     mesh = make_mesh(MeshConfig()) if form == "alone" else MESH
 
@@ -62,7 +64,7 @@ def exchange(request):
 
 
 def operands(load: str) -> list[Any]:
-    """Tokens, the logits of their experts (minus infinity for all others), which are real, and weights by slot."""
+    """Return tokens, logits (minus infinity for experts that are not chosen), validity, and weights by slot."""
     rng = np.random.default_rng(0)
     expert_Tk = np.array([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)])
     expert_of_slot = np.argsort(SLOT_OF_EXPERT)
@@ -103,7 +105,7 @@ def test_nothing_is_dropped_under_any_load(exchange, load):
     np.testing.assert_allclose(exchange(*arrays), expected(*arrays), atol=1e-5, rtol=1e-5)
 
 
-def test_nan_in_padding_and_in_a_bad_token_reaches_no_other(exchange):
+def test_nan_in_padding_and_in_a_bad_token_reaches_no_other_token(exchange):
     x_TD, logits_TE, valid_T, *weights = operands("half padding")
     want_TD = np.array(exchange(x_TD, logits_TE, valid_T, *weights))
     bad = int(np.flatnonzero(valid_T)[3])

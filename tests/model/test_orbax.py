@@ -1,4 +1,4 @@
-"""Orbax folders: what is saved from one mesh is the same model, under the same placement, on any other."""
+"""Orbax folders restore the saved weights and placement on any mesh."""
 
 import gc
 import json
@@ -18,11 +18,10 @@ from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.orbax_checkpoint import is_orbax, load_orbax, save_orbax
 from gimbal_jax.model.sharding import make_mesh, sharding_for
 from gimbal_jax.model.step import abstract_model
-from tests.model.rig import Chunk, Rig, rig, rig_of
+from tests.model.rig import Rig, rig
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "sparse_step"
 SLOTS = np.array([[7, 2, 5, 0, 1, 6, 3, 4], [1, 0, 3, 2, 5, 4, 7, 6]], np.int32)
-PROMPT = np.random.default_rng(0).integers(0, 128, 30)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def saved(original, tmp_path_factory) -> Path:
 
 
 def restore(folder: Path, config: ModelConfig) -> tuple[nnx.State, np.ndarray]:
-    """On one device."""
+    """Restore on one device."""
     _, abstract = abstract_model(config, jnp.float32, make_mesh(MeshConfig()))
     return load_orbax(folder, config, abstract)
 
@@ -59,17 +58,10 @@ def test_any_mesh_restores_the_same_weights_and_placement(saved, original, dp, t
     assert not wanted
 
 
-def test_the_restored_model_gives_the_same_logits(saved, original):
-    weights, slot_of_expert_LE = restore(saved, original.config)
-    restored = rig_of(original.config, weights, slot_of_expert_LE, 1, 1)
-    (want,), _ = original.run(([], [Chunk(PROMPT, 0)]), ([], []))
-    ((got,),) = restored.run(([], [Chunk(PROMPT, 0)]))
-    np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("case", ["attention_bias", "kv1"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("saved_from", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("saved_from", "tp"), [(1, 4), (4, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(2, 4), (4, 2)])]
+)
 def test_more_ranks_than_kv_heads_restore_from_fewer_and_back(tmp_path, case, saved_from, tp):
     def loaded(folder: Path, tp: int) -> tuple[nnx.State, np.ndarray]:
         return load_weights(folder, load_config(folder), make_mesh(MeshConfig(1, tp)), jnp.float32)
@@ -85,8 +77,8 @@ def test_more_ranks_than_kv_heads_restore_from_fewer_and_back(tmp_path, case, sa
     assert not want
 
 
-def test_a_folder_of_an_older_format_is_refused_with_what_to_do(saved, tmp_path):
-    """The first format had no number, and Orbax keeps ours in a file of its own."""
+def test_an_older_format_is_rejected_with_a_remedy(saved, tmp_path):
+    """Format 1 had no number. Orbax stores the number in a file of its own."""
     folder = tmp_path / "old"
     shutil.copytree(saved, folder)
     metadata = folder / "weights" / "_CHECKPOINT_METADATA"
@@ -108,13 +100,13 @@ def test_a_folder_in_use_is_not_overwritten(saved, original):
     assert sorted((path, path.stat().st_mtime_ns) for path in saved.rglob("*")) == before
 
 
-def test_a_folder_that_orbax_would_take_for_a_pattern_is_refused(original, tmp_path):
+def test_a_folder_with_brackets_in_its_name_is_rejected(original, tmp_path):
     with pytest.raises(CheckpointError, match=r"\[ in its name"):
         save_orbax(tmp_path / "[v2]" / "saved", GOLDEN, original.weights, SLOTS)
     assert not any(tmp_path.iterdir())
 
 
-def test_configuration_and_tokenizer_come_along(original, tmp_path):
+def test_configuration_and_tokenizer_are_copied(original, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(GOLDEN, source)
     (source / "tokenizer.json").write_text("{}")
@@ -142,15 +134,15 @@ def test_is_orbax(saved, case):
     ],
     ids=str,
 )
-def test_a_configuration_that_does_not_fit_is_refused_by_name(saved, changes, name):
-    with pytest.raises(CheckpointError) as refused:
+def test_a_configuration_that_does_not_fit_is_rejected_and_named(saved, changes, name):
+    with pytest.raises(CheckpointError) as rejected:
         restore(saved, replace(load_config(saved), **changes))
-    assert name in str(refused.value) and str(saved) in str(refused.value)
+    assert name in str(rejected.value) and str(saved) in str(rejected.value)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["metadata", "data", "manifest"])
-def test_a_damaged_folder_is_refused(saved, tmp_path, damage):
+def test_a_damaged_folder_is_rejected(saved, tmp_path, damage):
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     weights = folder / "weights"
@@ -164,4 +156,4 @@ def test_a_damaged_folder_is_refused(saved, tmp_path, damage):
             (weights / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match=f"{folder} cannot be restored: .+"):
         restore(folder, load_config(saved))
-    gc.collect()  # Orbax leaves reads unfinished; the collector reports them
+    gc.collect()  # Orbax leaves unfinished reads, which the collector reports

@@ -1,4 +1,4 @@
-"""Where experts stand changes nothing that a client or the scheduler sees: not the logits, not the counts."""
+"""The placement of experts changes neither the logits, which clients see, nor the counts, which the scheduler sees."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.model.rig import Chunk, Rig, rig
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "sparse_step"
-"""Its MoE layers are not the first layers, and dense ones stand between."""
+"""A checkpoint whose first layer is dense, and whose MoE layers alternate with dense ones."""
 TOKENS = np.random.default_rng(0).integers(0, 128, 40)
 SECOND_SEQUENCE = 12
 MAX_ERROR = 1e-5
 
 
 def run_all_kinds(model: Rig) -> list[np.ndarray]:
-    """Logits of a prefill, a mixed and a decode step on both engines; every engine idles once."""
+    """Return the logits of prefill, mixed and decode steps on both engines; each engine idles once."""
     first, second = TOKENS[:17], TOKENS[17:37]
     steps: list[list[tuple[list[Chunk], list[Chunk]]]] = [
         [([], [Chunk(first, 0)]), ([], [])],
@@ -29,7 +29,7 @@ def run_all_kinds(model: Rig) -> list[np.ndarray]:
     return [logits for step in steps for engine in model.run(*step) for logits in engine]
 
 
-@pytest.fixture(scope="module", params=["gather", "sparse"])
+@pytest.fixture(scope="module", params=["gather", pytest.param("sparse", marks=pytest.mark.slow)])
 def contiguous(request) -> tuple[Rig, list[np.ndarray], np.ndarray]:
     """A model under the contiguous placement, its logits and its counts."""
     model = rig(GOLDEN, 2, 2, request.param)
@@ -52,8 +52,8 @@ def test_any_placement_gives_the_same_logits_and_counts(contiguous, slot_of_expe
     np.testing.assert_array_equal(other.counts_LSE(), counts_LSE)
 
 
-def test_weights_that_do_not_follow_the_table_are_noticed(contiguous):
-    """The tests above would see a path that skips the map from expert to slot."""
+def test_weights_in_another_order_than_the_placement_change_the_logits(contiguous):
+    """The test above would detect a path that ignores the map from expert to slot."""
     model, logits, _ = contiguous
     swapped = np.tile(np.array([7, 1, 2, 3, 4, 5, 6, 0], np.int32), (2, 1))
     wrong = model.placed(swapped)

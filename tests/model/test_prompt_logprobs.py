@@ -1,4 +1,4 @@
-"""Log probabilities of many places, block by block over the ranks, against all of them at once."""
+"""Log probabilities of prompts, block by block over the ranks, equal those of all logits together."""
 
 import jax
 import numpy as np
@@ -13,9 +13,9 @@ from gimbal_jax.model.sharding import make_mesh
 PLACES, HIDDEN, VOCAB = 48, 8, 64
 
 
-@pytest.mark.parametrize("most_rows", [4, 7, 48, 1000])
+@pytest.mark.parametrize("most_rows", [7, 1000])
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2), (1, 4)])
-def test_they_are_those_of_all_logits_at_once(dp, tp, most_rows):
+def test_blocks_give_the_log_probabilities_of_all_logits(dp, tp, most_rows):
     rng = np.random.default_rng(0)
     hidden_STD = rng.normal(size=(dp, PLACES, HIDDEN)).astype(np.float32)
     table_VD = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Choosing tokens: what is kept, how it is drawn, and that a draw depends on nothing but its own row."""
+"""Sampling: the tokens that truncation keeps, the distribution of draws, and their independence of the batch."""
 
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ SHAPE = (SOURCES, GROUPS)
 ROWS = SOURCES * GROUPS
 jitted = jax.jit(sample)
 jitted_adjust = jax.jit(_adjust)
+jitted_truncate = jax.jit(_truncate, static_argnums=2)
 LOGITS_V = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
 PENALTIES = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
 UNASKED: dict[str, Any] = {
@@ -38,16 +39,17 @@ ROW_OF_C = np.random.default_rng(7).permutation(ROWS)
 
 
 def rare_inputs(length: Any = LENGTH, **asked: Any) -> tuple[np.ndarray, RareInputs]:
-    """These settings, one value for all sequences or one per sequence [S, G, ...], and the tokens that they follow.
+    """Return the last tokens of sequences and these settings as ``RareInputs``.
 
-    Histories are whole here; ``RareInputs`` lack the last token.
+    A setting has one value for all sequences or one per sequence, [S, G, ...]. Histories are whole here, while
+    ``RareInputs`` lack the last token.
     """
 
-    def of_sequences(name: str, none: Any) -> np.ndarray:
+    def by_sequence(name: str, none: Any) -> np.ndarray:
         value = np.asarray(asked.get(name, none))
         return np.broadcast_to(value, (*SHAPE, *value.shape[value.ndim - np.ndim(none) :]))
 
-    s = {name: of_sequences(name, none) for name, none in UNASKED.items()}
+    s = {name: by_sequence(name, none) for name, none in UNASKED.items()}
     asks = any((s[name] != UNASKED[name]).any() for name in ("suppress", "bias_ids", "allowed", *PENALTIES))
 
     def rows(name: str, dtype: type) -> np.ndarray:
@@ -57,7 +59,7 @@ def rare_inputs(length: Any = LENGTH, **asked: Any) -> tuple[np.ndarray, RareInp
     history_RN = rows("history", np.int32)
     history_RN = np.pad(history_RN, ((0, 0), (0, max(0, last_C.max() + 1 - history_RN.shape[1]))))
     last_token_C = history_RN[ROW_OF_C, last_C]
-    history_RN[ROW_OF_C, last_C] = VOCAB - 1  # nobody looks
+    history_RN[ROW_OF_C, last_C] = VOCAB - 1  # must be ignored
     packed = np.packbits(np.pad(rows("allowed", bool), ((0, 0), (0, -VOCAB % 32))), axis=-1, bitorder="little")
     return last_token_C, RareInputs(
         suppress_SRK=rows("suppress", np.int32),
@@ -77,7 +79,7 @@ def rare_inputs(length: Any = LENGTH, **asked: Any) -> tuple[np.ndarray, RareInp
 
 
 class Choice(NamedTuple):
-    """What ``sample`` gives."""
+    """Results of ``sample``."""
 
     token_SG: np.ndarray
     logprobs: Logprobs
@@ -92,14 +94,14 @@ def flat(array: Any, dtype: type, *axes: int) -> np.ndarray:
 
 
 def adjust(logits: np.ndarray, length: Any, **asked: Any) -> np.ndarray:
-    """Logits of all sequences as these settings change them."""
+    """Return the logits of all sequences with these adjustments."""
     last_token_C, rare = rare_inputs(length, **asked)
     args = flat(logits, np.float32, VOCAB), last_token_C, flat(length, np.int32), ROW_OF_C.astype(np.int32)
     return by_shape(jitted_adjust(*args, rare))
 
 
 def choose(logits: np.ndarray, position: Any = LENGTH, **settings: Any) -> Choice:
-    """Sample with these settings, one value for all rows or one per row [S, G]; seeds differ by default."""
+    """Sample with these settings, one value for all rows or one per row, [S, G]; by default seeds differ."""
     defaults: dict[str, Any] = {
         "temperature": 1.0,
         "top_k": 0,
@@ -126,14 +128,14 @@ def choose(logits: np.ndarray, position: Any = LENGTH, **settings: Any) -> Choic
 
 
 def draws(logits: np.ndarray, steps: int, **settings: Any) -> np.ndarray:
-    """Tokens of all rows at this many positions."""
+    """Return the tokens of all rows at this many positions."""
     return np.concatenate([np.asarray(choose(logits, p, **settings).token_SG).ravel() for p in range(steps)])
 
 
 def kept(
     logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[set[int], np.ndarray]:
-    """Tokens that may come, in float64, and the sums that top-p was compared with."""
+    """Return the tokens that truncation keeps, and the sums that top-p is compared with, in float64."""
     tempered_V = logits_V.astype(np.float64) / temperature
     ids = sorted(range(len(logits_V)), key=lambda v: (-tempered_V[v], v))[: top_k or None]
     share = np.exp(tempered_V[ids] - tempered_V[ids[0]])
@@ -167,7 +169,7 @@ def test_draws_follow_the_tempered_softmax(temperature):
 )
 @settings(max_examples=50)
 def test_truncation_keeps_exactly_the_right_tokens(seed, temperature, top_k, top_p, min_p):
-    """The logits are so even that 2,048 draws meet every kept token."""
+    """The logits are so even that 2,048 draws contain every kept token."""
     logits_V = np.random.default_rng(seed).uniform(0, 0.4, VOCAB).astype(np.float32)
     want, before = kept(logits_V, temperature, top_k, top_p, min_p)
     assume(np.abs(before[1:] - top_p).min(initial=1) > 1e-5)
@@ -178,7 +180,7 @@ def test_top_k_cuts_ties_by_id():
     assert set(draws(np.zeros(VOCAB), 4, top_k=3)) == {0, 1, 2}
 
 
-def test_suppressed_tokens_never_come():
+def test_suppressed_tokens_are_never_chosen():
     best = np.argsort(-LOGITS_V)
     suppress = [*best[:3], -1]
     assert not set(draws(LOGITS_V, 8, suppress=suppress)) & set(best[:3])
@@ -223,7 +225,7 @@ def mixed_adjustments(rng: np.random.Generator) -> dict[str, np.ndarray]:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_logits_are_adjusted_as_vllm_defines_it(seed):
-    """All rows of mixed batches, against a recount of each alone."""
+    """All rows of mixed batches equal a calculation for each row alone."""
     rng = np.random.default_rng(seed)
     logits_SGV, s = rng.normal(size=(*SHAPE, VOCAB)).astype(np.float32), mixed_adjustments(rng)
     length = rng.integers(5, LENGTH + 1, SHAPE)
@@ -244,8 +246,8 @@ def test_logits_are_adjusted_as_vllm_defines_it(seed):
         assert tokens[row] == got[row].argmax()
 
 
-def test_rows_that_ask_for_nothing_are_left_as_they_are():
-    """To the last bit, beside rows that ask for everything."""
+def test_rows_without_adjustments_are_unchanged():
+    """They are equal to the last bit, next to rows with all adjustments."""
     rng = np.random.default_rng(5)
     asks = rng.random(SHAPE) < 0.5
     logits_SGV, s = rng.normal(size=(*SHAPE, VOCAB)).astype(np.float32), mixed_adjustments(rng)
@@ -257,8 +259,8 @@ def test_rows_that_ask_for_nothing_are_left_as_they_are():
     assert (got != logits_SGV)[asks].any(axis=-1).mean() > 0.5
 
 
-def test_a_bias_alone_is_exact():
-    """No other row of the batch, and no neighbour of the token, gets any of it."""
+def test_a_bias_changes_only_its_own_tokens():
+    """The bias changes no other row of the batch and no other token."""
     logits_SGV = np.zeros((*SHAPE, VOCAB), np.float32)
     ids = np.full((*SHAPE, BIASED), -1)
     ids[2, 3] = [VOCAB - 1, 0, -1]
@@ -268,8 +270,8 @@ def test_a_bias_alone_is_exact():
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 1, 4999, 5000])
-def test_a_token_that_comes_thousands_of_times_is_counted_right(prompt_tokens):
-    """In the prompt once counts as often; in the output each time does."""
+def test_thousands_of_occurrences_are_counted_exactly(prompt_tokens):
+    """Occurrences in the prompt count as one, and each occurrence in the output counts."""
     penalties = {"repetition": 2.0, "frequency": 1.0, "presence": 10.0}
     got = adjust(np.ones(VOCAB), 5000, history=np.zeros(5000), prompt_tokens=prompt_tokens, **penalties)
     output = 5000 - prompt_tokens
@@ -279,7 +281,7 @@ def test_a_token_that_comes_thousands_of_times_is_counted_right(prompt_tokens):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "all -inf"])
-def test_a_row_of_bad_logits_is_known_and_changes_no_other(bad, temperature):
+def test_a_row_of_bad_logits_is_marked_and_changes_no_other_row(bad, temperature):
     rng = np.random.default_rng(6)
     logits_SGV, s = rng.normal(size=(*SHAPE, VOCAB)).astype(np.float32), mixed_adjustments(rng)
     logits_SGV[1, 1, : VOCAB - 1] = -np.inf  # one token is enough
@@ -297,10 +299,10 @@ def test_a_row_of_bad_logits_is_known_and_changes_no_other(bad, temperature):
 
 
 def test_a_draw_depends_on_its_own_row_alone():
-    """Rows shuffled into other places among other rows draw what they drew before."""
+    """Rows in other places, among other rows, draw the tokens that they drew before."""
     rng = np.random.default_rng(0)
     s, logits_SGV = mixed_settings(rng), rng.normal(size=(*SHAPE, VOCAB))
-    position = rng.integers(0, 1000, SHAPE)
+    position = rng.integers(0, LENGTH + 1, SHAPE)
     before = np.asarray(choose(logits_SGV, position, **s).token_SG)
     order = rng.permutation(ROWS)
 
@@ -309,7 +311,7 @@ def test_a_draw_depends_on_its_own_row_alone():
 
     after = choose(shuffled(logits_SGV), shuffled(position), **{name: shuffled(value) for name, value in s.items()})
     np.testing.assert_array_equal(after.token_SG, shuffled(before))
-    for row in [(0, 0), (3, 63)]:  # alone, with everyone else greedy
+    for row in [(0, 0), (3, 63)]:  # alone, with all other rows greedy
         alone = {name: np.zeros_like(value) + value[row] for name, value in s.items()}
         np.testing.assert_array_equal(choose(logits_SGV[row], position[row], **alone).token_SG, before[row])
 
@@ -322,7 +324,7 @@ def test_greedy_rows_among_sampled_ones_stay_greedy():
     assert (got != best)[temperature > 0].mean() > 0.5
 
 
-def test_the_same_seed_and_position_give_the_same_token_and_others_do_not():
+def test_equal_seeds_and_positions_give_equal_tokens():
     first, again = (np.asarray(choose(LOGITS_V, 7, seed=5).token_SG) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     assert len(set(first.ravel())) == 1
@@ -333,7 +335,7 @@ def test_the_same_seed_and_position_give_the_same_token_and_others_do_not():
 
 
 @pytest.mark.parametrize("other", [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}], ids=str)
-def test_a_row_that_truncates_nothing_draws_the_same_among_rows_that_do(other):
+def test_truncation_of_other_rows_does_not_change_a_draw(other):
     here = np.zeros(SHAPE, bool)
     here[:, ::2] = True
     (name, value), neutral = next(iter(other.items())), {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -344,18 +346,18 @@ def test_a_row_that_truncates_nothing_draws_the_same_among_rows_that_do(other):
 
 
 def test_top_p_1_keeps_tokens_beyond_the_rounding_of_the_sum():
-    """With one token far ahead the float32 sum is 1 before the last token. No draw shows that; the logits do."""
+    """With one token far ahead, the float32 sum is 1 before the last token. The logits show it, draws do not."""
     logits_CV = np.full((1, VOCAB), -17.1, np.float32)
     logits_CV[..., 0] = 0
     row = {"top_k_SC": 0, "top_p_SC": 1.0, "min_p_SC": 0.0}
     blank = {f.name: None for f in fields(SamplingInputs)}
     inputs = SamplingInputs(**blank | {name: jnp.full(1, value) for name, value in row.items()})
-    np.testing.assert_array_equal(_truncate(jnp.asarray(logits_CV), inputs, VOCAB), logits_CV)
+    np.testing.assert_array_equal(jitted_truncate(jnp.asarray(logits_CV), inputs, VOCAB), logits_CV)
 
 
 @pytest.mark.parametrize("few", [5, 20, 64])
-def test_a_small_top_k_keeps_without_a_sort_what_it_keeps_by_one(few):
-    """Ties too, which the lower id wins."""
+def test_a_small_top_k_keeps_the_same_tokens_as_a_full_sort(few):
+    """Some logits are tied; the lower id takes precedence."""
     rng, rows, vocab = np.random.default_rng(few), 200, 500
     logits_CV = jnp.asarray(rng.integers(0, 40, (rows, vocab)) / 8, jnp.float32)
     top_k, top_p, min_p = rng.integers(1, few + 1, rows), rng.choice([0.3, 0.9, 1.0], rows), rng.choice([0, 0.3], rows)
@@ -363,17 +365,17 @@ def test_a_small_top_k_keeps_without_a_sort_what_it_keeps_by_one(few):
     inputs = SamplingInputs(
         zeros, top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32), zeros, zeros
     )
-    few_kept, all_kept = (np.asarray(_truncate(logits_CV, inputs, most)) for most in (few, vocab))
+    few_kept, all_kept = (np.asarray(jitted_truncate(logits_CV, inputs, most)) for most in (few, vocab))
     np.testing.assert_array_equal(few_kept, all_kept)
     assert 1 < np.isfinite(few_kept).sum(axis=1).max() <= few
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_log_probabilities_are_of_the_model_itself(temperature):
-    """Nothing that a request sets changes what is reported."""
+    """No setting of a request changes the reported log probabilities."""
     rng = np.random.default_rng(2)
     logits_SGV = rng.normal(size=(*SHAPE, VOCAB)).astype(np.float32)
-    others = {"top_k": 3, "suppress": [1, 2, -1, -1], "bias_ids": [4, 5, -1], "bias": 2.0, "repetition": 1.5}
+    others = {"top_k": 3, "suppress": [1, 2, -1, -1], "bias_ids": [4, 5, -1], "bias": [2.0] * 3, "repetition": 1.5}
     out = choose(logits_SGV, temperature=temperature, want_logprobs=True, **others)
     exact = logits_SGV.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
@@ -384,6 +386,6 @@ def test_log_probabilities_are_of_the_model_itself(temperature):
     np.testing.assert_allclose(out.logprobs.chosen, chosen, atol=1e-5)
 
 
-def test_no_log_probabilities_unless_wanted():
+def test_log_probabilities_are_zero_unless_wanted():
     out = choose(LOGITS_V)
     assert not np.asarray(out.logprobs.chosen).any() and not np.asarray(out.logprobs.top_values).any()

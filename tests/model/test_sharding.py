@@ -1,4 +1,4 @@
-"""The mesh rules and the table from logical axes to mesh axes."""
+"""The rules of a mesh, and the table from logical axes to mesh axes."""
 
 from dataclasses import replace
 
@@ -34,25 +34,25 @@ def test_meshes_that_fit(dp, tp):
         ),
     ],
 )
-def test_meshes_that_do_not_fit_are_refused_with_the_one_reason(changes, mesh, message):
-    with pytest.raises(ValueError) as refused:
+def test_meshes_that_do_not_fit_are_rejected_with_one_reason(changes, mesh, message):
+    with pytest.raises(ValueError) as rejected:
         check_mesh(replace(MODEL, **changes), mesh)
-    assert str(refused.value).startswith(message)
-    assert ";" not in str(refused.value).replace("; [", "")
+    assert str(rejected.value).startswith(message)
+    assert ";" not in str(rejected.value).replace("; [", "")
 
 
-def test_all_broken_rules_are_named_at_once():
-    with pytest.raises(ValueError) as refused:
+def test_one_error_names_all_broken_rules():
+    with pytest.raises(ValueError) as rejected:
         check_mesh(MODEL, MeshConfig(1, 3))
     for name in ("num_attention_heads", "vocab_size", "num_key_value_heads", "num_experts"):
-        assert name in str(refused.value)
+        assert name in str(rejected.value)
 
 
 def test_intermediate_size_matters_only_with_dense_layers():
     check_mesh(replace(MODEL, intermediate_size=6146), MeshConfig(1, 4))
 
 
-def test_too_few_devices_are_refused():
+def test_too_few_devices_are_rejected():
     with pytest.raises(ValueError, match="a 2 x 4 mesh needs 8 devices; there are 4"):
         make_mesh(MeshConfig(2, 4))
 
@@ -72,7 +72,7 @@ def test_ranks_of_an_engine_are_neighbours():
         (("source", None, None, "kv_heads", None), (2, 9, 8, 2, 8), P("dp", None, None, "tp", None)),
     ],
 )
-def test_spec(axes, shape, spec):
+def test_spec_follows_the_table(axes, shape, spec):
     mesh = make_mesh(MeshConfig(2, 2))
     assert spec_for(axes, shape, mesh) == spec
     assert sharding_for(axes, shape, mesh).spec == spec

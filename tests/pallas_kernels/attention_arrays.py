@@ -1,4 +1,4 @@
-"""Queries and pages on which a form of paged attention that reads too much gives NaN."""
+"""Queries and pages with NaN in all places that paged attention must not read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class AttentionArrays(NamedTuple):
 def attention_arrays(
     shape: AttentionShape, start_G: list[int], count_G: list[int], window: int | None, seed: int, dtype: Any
 ) -> AttentionArrays:
-    """Normal values on scattered pages; NaN in padding queries and wherever no query may look.
+    """Return normal values on scattered pages, and NaN in padding queries and in all places that no query sees.
 
-    Page 0, which stands in the tables for pages that no query looks at, is all NaN.
+    Table entries that no query uses are page 0, which is all NaN.
     """
     rng = np.random.default_rng(seed)
     pages_shape = (shape.num_pages, shape.page_size, shape.kv_heads, shape.dim)
@@ -46,5 +46,5 @@ def attention_arrays(
 
 
 def seen_context(start: int, count: int, window: int | None) -> tuple[int, int]:
-    """The positions [begin, end) that at least one token of a group sees."""
+    """Return the positions [begin, end) that at least one token of a group sees."""
     return max(0, start + 1 - window) if window else 0, start + count if count else 0

@@ -1,4 +1,4 @@
-"""Named shapes that kernels are tested and measured on."""
+"""Named shapes on which kernels are tested and measured."""
 
 from __future__ import annotations
 

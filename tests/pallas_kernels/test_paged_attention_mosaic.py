@@ -1,6 +1,6 @@
-"""The attention kernel, interpreted on the CPU, against its XLA reference.
+"""The attention kernel, interpreted on the CPU, equals its XLA reference.
 
-The interpreter knows no memory layout and no wgmma: tests/cuda compiles what it cannot show.
+The interpreter checks neither memory layouts nor wgmma. The tests in tests/cuda compile them.
 """
 
 from functools import partial
@@ -43,65 +43,74 @@ def check(
     window: int | None = None,
     detect_races: bool = False,
 ) -> None:
-    """Compare each query of each head with the reference in float32 on the same bfloat16 arrays."""
+    """Compare each query of each head with the float32 reference on equal bfloat16 arrays."""
     arrays = attention_arrays(KERNEL_ATTENTION[name], start_G, count_G, window, 0, ml_dtypes.bfloat16)
     interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
     kernel = jax.jit(partial(attend_pages, window=window, interpret=interpret, splits=splits))
     got = np.asarray(kernel(*arrays), np.float32)
     want = np.asarray(reference(*(a.astype(np.float32) for a in arrays[:3]), *arrays[3:], window=window))
     error, scale = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
-    # Weights and results are rounded to bfloat16, by at most 1 / 256 each; where the reference is 0 the kernel is, too.
+    # Weights and results are rounded to bfloat16, by at most 1 / 256 each. If the reference is 0, so is the kernel.
     np.testing.assert_array_less(error, scale / 128 + 1e-9)
 
 
 def decode(lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Start and count of groups of one token, the last of so many; of none where the length is 0."""
+    """Return start and count of groups with the last token of sequences of these lengths; empty for length 0."""
     return [max(n - 1, 0) for n in lengths], [int(n > 0) for n in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size,splits", [(8, 1), (16, 3), (32, 1), (64, 3), (128, 1)])
 def test_decode_at_the_edges_of_pages(page_size, splits):
-    """Also where the last step reaches past the end of the page table."""
+    """The last step of some cases reaches past the end of the page table."""
     whole_table = KERNEL_ATTENTION[f"pages_of_{page_size}"].pages_per_row * page_size
     lengths = [1, page_size - 1, page_size, page_size + 1, 0, whole_table]
     check(f"pages_of_{page_size}", *decode(lengths), splits=splits)
 
 
-@pytest.mark.parametrize("window,splits", [(1, 1), (70, 2)])
+@pytest.mark.parametrize("window,splits", [(70, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_window(window, splits):
     check("pages_of_32", *decode([1, 64, 65, 100, 0, 224]), splits=splits, window=window)
+
+
+TILES = [
+    ("tiles_of_8", [60, 0, 120], [8, 0, 3], 30, 2),
+    ("tiles_of_32", [0, 200], [32, 19], None, 1),
+    ("tiles_of_32", [50, 224], [3, 32], 100, 2),
+    ("heads_in_sevens", [60, 0, 248], [8, 5, 8], None, 1),
+]
 
 
 @pytest.mark.parametrize(
     "name,start,count,window,splits",
     [
         ("tiles_of_8", [0, 57, 200], [8, 7, 8], None, 1),
-        ("tiles_of_8", [60, 0, 120], [8, 0, 3], 30, 2),
-        ("tiles_of_32", [0, 200], [32, 19], None, 1),
-        ("tiles_of_32", [50, 224], [3, 32], 100, 2),
-        ("heads_in_sevens", [60, 0, 248], [8, 5, 8], None, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in TILES),
     ],
     ids=str,
 )
 def test_tiles(name, start, count, window, splits):
-    """A tile of 8 fills one warpgroup's rows; one of 32 takes two blocks of two warpgroups."""
+    """A tile of 8 fills the rows of one warpgroup. A tile of 32 takes two blocks of two warpgroups."""
     check(name, start, count, window=window, splits=splits)
 
 
+@pytest.mark.slow
 def test_32k_of_context():
     check("long", *decode([32_768]), splits=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,start,count,window,splits",
     [("pages_of_16", [100, 230, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], 90, 2), ("tiles_of_32", [220, 0], [32, 0], None, 1)],
     ids=["decode", "prefill"],
 )
-def test_nothing_races(name, start, count, window, splits):
-    """Every slot of shared memory is used more than once, and values are cleared."""
+def test_the_kernel_has_no_races(name, start, count, window, splits):
+    """Each stage of shared memory is used more than once, and values are cleared."""
     check(name, start, count, window=window, splits=splits, detect_races=True)
 
 
+@pytest.mark.slow
 def test_public_operation_runs_the_kernel():
     shape = KERNEL_ATTENTION["pages_of_64"]
     arrays = attention_arrays(shape, *decode([3, 0, 70, 0, 0, 300]), None, 1, ml_dtypes.bfloat16)
@@ -110,7 +119,7 @@ def test_public_operation_runs_the_kernel():
     assert (got != want).any(), "these are two forms: they round differently"
 
 
-def test_merge_leaves_out_parts_in_which_nothing_was_seen():
+def test_merge_ignores_parts_without_visible_tokens():
     out_SXD = jnp.array([[[1.0, 2.0], [5.0, 5.0]], [[9.0, 9.0], [7.0, 7.0]], [[3.0, 4.0], [8.0, 8.0]]])
     log_sum_SX = jnp.array([[3.0, -np.inf], [-np.inf, -np.inf], [1.0, -np.inf]])
     want_XD = np.array([[(4 * 1 + 3) / 5, (4 * 2 + 4) / 5], [0.0, 0.0]])
@@ -129,7 +138,7 @@ def test_merge_leaves_out_parts_in_which_nothing_was_seen():
     ],
     ids=str,
 )
-def test_cut(call, expected):
+def test_cut_by_hand(call, expected):
     assert cut(**call, context=32_768) == expected
 
 
@@ -148,7 +157,7 @@ def test_cut_covers_all_queries_and_does_not_overfill_the_gpu(groups, queries, k
     st.integers(1, 12),
 )
 @settings(max_examples=50)
-def test_splits_share_the_steps_that_hold_something_to_see_and_no_others(start, count, window, splits):
+def test_splits_cover_the_visible_steps_exactly(start, count, window, splits):
     begin, end = (int(x) for x in seen_by(start, count, window))
     assert (begin, end) == seen_context(start, count, window)
     shares = [steps_of(begin, end, split, splits) for split in range(splits)]
@@ -167,7 +176,7 @@ def test_limits_name_what_is_allowed():
     ]
 
 
-def test_arrays_beyond_the_limits_are_refused():
+def test_arrays_beyond_the_limits_are_rejected():
     arrays = attention_arrays(KERNEL_ATTENTION["tiles_of_8"], [0] * 3, [1] * 3, None, 0, np.float32)
     with pytest.raises(ValueError, match="dtype is float32"):
         paged_attention(*arrays, backend="interpret")

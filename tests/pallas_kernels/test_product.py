@@ -1,4 +1,4 @@
-"""Products with weights in bfloat16 against the same in float64."""
+"""Products of float32 activations with bfloat16 weights are as exact as products in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ FORMS = {
 }
 
 
+split_jitted = jax.jit(lambda x: split(x, 1))
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_float32_activations_lose_nothing(form):
+def test_float32_activations_keep_their_precision(form):
     rng = np.random.default_rng(0)
     x, weights = (rng.normal(size=size) for size in FORMS[form])
     x, weights = x.astype(np.float32), weights.astype(bfloat16)
@@ -43,9 +46,9 @@ def test_weights_of_the_same_type_are_a_plain_product(dtype, result_type):
     assert got.dtype == (result_type or dtype)
 
 
-@given(st.lists(st.floats(2.0**-80, 2.0**100, width=32), min_size=1, max_size=20), st.sampled_from([1, -1]))
+@given(st.lists(st.floats(2.0**-80, 2.0**100, width=32), min_size=20, max_size=20), st.sampled_from([1, -1]))
 def test_the_parts_add_up_to_the_number(numbers, sign):
     x = np.array(numbers, np.float32) * sign
-    parts = np.asarray(jax.jit(lambda x: split(x, 1))(x))
+    parts = np.asarray(split_jitted(x))
     assert parts.dtype == bfloat16 and parts.shape == (len(x), PARTS)
     np.testing.assert_array_equal(parts.astype(np.float64).sum(axis=1), x)

@@ -12,7 +12,7 @@ def gain(gain_NC: np.ndarray, group_N: np.ndarray) -> float:
     return float(gain_NC[np.arange(len(group_N)), group_N].sum())
 
 
-def test_worked_example():
+def test_full_groups_push_the_cheapest_item_on():
     # All want group 0. Item 1 loses least by leaving, 2 - 1.
     gain_NC = np.array([[9, 1], [2, 1], [5, 0]])
     assert assign(gain_NC, 3).tolist() == [0, 0, 0]
@@ -40,12 +40,12 @@ def test_equals_brute_force(items, groups, slack, whole, seed):
     assert gain(gain_NC, group_N) == pytest.approx(max(gain(gain_NC, choice) for choice in allowed))
 
 
-def test_matching_of_many():
+def test_capacity_one_equals_the_assignment_problem():
     rng = np.random.default_rng(0)
     order = rng.permutation(40)
     assert assign(rng.random((40, 40)) + 2 * np.eye(40)[order], 1).tolist() == order.tolist()
 
 
-def test_too_many_items():
+def test_rejects_more_items_than_the_groups_hold():
     with pytest.raises(ValueError, match="2 groups of 1 cannot hold 3 items"):
         assign(np.zeros((3, 2)), 1)

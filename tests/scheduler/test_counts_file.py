@@ -20,7 +20,7 @@ META = {"ranks": 4, "model": "demo", "steps": 200}
 
 
 @given(traffic(), st.integers(1, 3), st.booleans())
-def test_round_trip(tmp_path_factory, case, windows, profile):
+def test_saved_counts_load_unchanged(tmp_path_factory, case, windows, profile):
     counts_LSE, _, ranks = case
     layers, _, experts = counts_LSE.shape
     path = tmp_path_factory.mktemp("counts") / "traffic.npz"
@@ -49,7 +49,7 @@ def test_round_trip(tmp_path_factory, case, windows, profile):
     np.testing.assert_array_equal(last_LE, slot_WLE[-1])
 
 
-def test_one_window_needs_no_axis_for_it(tmp_path):
+def test_one_window_may_lack_its_axis(tmp_path):
     save_counts(tmp_path / "one.npz", COUNTS_LSE, SLOT_LE, META)
     file = load_counts(tmp_path / "one.npz")
     np.testing.assert_array_equal(file.counts_WLSE, COUNTS_LSE[None])
@@ -62,20 +62,26 @@ def test_placement_file_has_no_counts(tmp_path):
     slot_LE, ranks = load_placement(path)
     np.testing.assert_array_equal(slot_LE, SLOT_LE)
     assert slot_LE.dtype == np.int32 and ranks == 2
-    with pytest.raises(CountsFileError, match=r"placement.npz has no counts"):
+    with pytest.raises(CountsFileError, match=r"placement.npz: must have counts"):
         load_counts(path)
 
 
 WRONG = {
-    "no counts": ({"counts": None}, "has no counts"),
-    "no slots": ({"slot_of_expert": None}, "has no slot_of_expert"),
-    "no meta": ({"meta": None}, "has no meta"),
-    "axes": ({"counts": COUNTS_LSE}, r"counts must be WLSE, none of them 0, not \[2, 2, 4\]"),
-    "empty": ({"counts": COUNTS_LSE[None, :, :0]}, r"counts must be WLSE, none of them 0, not \[1, 2, 0, 4\]"),
-    "layers": ({"counts": COUNTS_LSE[None, :1]}, r"counts must be \[1, 2, S, 4\] as slot_of_expert says, not \[1, 1"),
+    "no counts": ({"counts": None}, "must have counts"),
+    "no slots": ({"slot_of_expert": None}, "must have slot_of_expert"),
+    "no meta": ({"meta": None}, "must have meta"),
+    "axes": ({"counts": COUNTS_LSE}, r"counts must be WLSE with every axis at least 1, not \[2, 2, 4\]"),
+    "empty": (
+        {"counts": COUNTS_LSE[None, :, :0]},
+        r"with every axis at least 1, not \[1, 2, 0, 4\]",
+    ),
+    "layers": (
+        {"counts": COUNTS_LSE[None, :1]},
+        r"must be \[1, 2, S, 4\], the shape of slot_of_expert, not \[1, 1",
+    ),
     "windows": ({"counts": np.tile(COUNTS_LSE, (3, 1, 1, 1))}, r"counts must be \[1, 2, S, 4\]"),
-    "negative": ({"counts": COUNTS_LSE[None] - 1}, "counts must be whole numbers from 0 on"),
-    "floats": ({"counts": COUNTS_LSE[None] / 2}, "counts must be whole numbers from 0 on"),
+    "negative": ({"counts": COUNTS_LSE[None] - 1}, "counts must be integers of at least 0"),
+    "floats": ({"counts": COUNTS_LSE[None] / 2}, "counts must be integers of at least 0"),
     "twice": ({"slot_of_expert": SLOT_LE[None] // 2}, "must hold each of the 4 slots once in every layer"),
     "sources": ({"counts": np.ones((1, 2, 3, 4), int)}, "4 ranks cannot be split over 3 sources"),
     "no ranks": ({"meta": json.dumps({})}, "meta must give ranks, a divisor of 4 experts, not None"),
@@ -88,35 +94,35 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_files_that_are_refused(tmp_path, change, message):
+def test_rejects_invalid_arrays_and_meta(tmp_path, change, message):
     arrays = {"counts": COUNTS_LSE[None], "slot_of_expert": SLOT_LE[None], "meta": json.dumps(META)} | change
     path = tmp_path / "wrong.npz"
     np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
-    with pytest.raises(CountsFileError, match=message) as refused:
+    with pytest.raises(CountsFileError, match=message) as rejected:
         load_counts(path)
-    assert str(path) in str(refused.value)
+    assert str(path) in str(rejected.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip file", b"PK\x03\x04 cut off"])
-def test_other_files_are_refused(tmp_path, content):
+def test_rejects_other_files(tmp_path, content):
     path = tmp_path / "other.npz"
     path.write_bytes(content)
-    with pytest.raises(CountsFileError, match=r"is no \.npz file of arrays"):
+    with pytest.raises(CountsFileError, match=r"must be an \.npz file of arrays"):
         load_counts(path)
 
 
-def test_a_single_array_and_pickled_objects_are_refused(tmp_path):
+def test_rejects_a_single_array_and_pickled_objects(tmp_path):
     np.save(tmp_path / "a.npy", COUNTS_LSE)
     np.savez(tmp_path / "b.npz", counts=np.array([{}], object))
     for name in ("a.npy", "b.npz"):
-        with pytest.raises(CountsFileError, match=r"is no \.npz file of arrays"):
+        with pytest.raises(CountsFileError, match=r"must be an \.npz file of arrays"):
             load_counts(tmp_path / name)
 
 
-def test_missing_files_and_wrong_arrays_leave_nothing_behind(tmp_path):
+def test_failed_reads_and_writes_leave_no_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_counts(tmp_path / "none.npz")
-    with pytest.raises(CountsFileError, match="whole numbers"):
+    with pytest.raises(CountsFileError, match="integers of at least 0"):
         save_counts(tmp_path / "new.npz", -COUNTS_LSE, SLOT_LE, META)
     with pytest.raises(FileNotFoundError):
         save_counts(tmp_path / "none" / "new.npz", COUNTS_LSE, SLOT_LE, META)

@@ -37,7 +37,7 @@ def test_score_adds_tokens_cache_and_expert_pressure():
     assert choose_engine(state, without, BUDGET).scores_S == (160, 200)
 
 
-def test_explain_says_the_rule_and_the_terms_that_count():
+def test_explain_shows_the_rule_and_the_nonzero_terms():
     state = view(
         trace(waiting_prefill_tokens=600, kv_use=0.1, expert_pressure=3.0), trace(kv_use=0.1, expert_pressure=1.0)
     )
@@ -51,14 +51,14 @@ def test_explain_says_the_rule_and_the_terms_that_count():
     assert Decision(None, "late").explain() == "no engine yet by late"
 
 
-def test_expert_pressure_alone_turns_the_choice():
+def test_expert_pressure_alone_changes_the_choice():
     state = view(trace(expert_pressure=4.0), trace(expert_pressure=1.0), turn=0)
     assert choose_engine(state, GIMBAL, BUDGET).engine == 1
     blind = choose_engine(state, replace(GIMBAL, lambda_moe=0.0), BUDGET)
     assert (blind.engine, blind.rule, blind.scores_S) == (0, "close", (0.0, 0.0))
 
 
-def test_close_scores_go_in_turn():
+def test_close_scores_are_dispatched_round_robin():
     for gap, rule, engine in [(370, "close", 0), (371, "least_score", 1)]:
         state = view(trace(waiting_prefill_tokens=gap), trace())
         decision = choose_engine(state, GIMBAL, BUDGET)
@@ -84,7 +84,7 @@ def test_cache_guard_never_picks_the_fullest(kv_S, data):
         assert kv_S[decision.engine] == min(kv_S) < max(kv_S)
 
 
-def test_trap_1_absent_or_old_traces_are_not_zeros():
+def test_missing_or_old_traces_are_not_idle_engines():
     busy = trace(waiting_prefill_tokens=10**6)
     assert choose_engine(view(busy, None, turn=0), GIMBAL, BUDGET) == Decision(0, "missing")
     assert choose_engine(view(busy, None, turn=1), GIMBAL, BUDGET) == Decision(1, "missing")
@@ -94,7 +94,7 @@ def test_trap_1_absent_or_old_traces_are_not_zeros():
     assert choose_engine(one_is_fresh, GIMBAL, BUDGET).rule == "stale"
 
 
-def test_trap_3_ties_start_at_the_turn():
+def test_ties_start_at_the_turn():
     busy, idle = trace(waiting_prefill_tokens=10**6), trace()
     chosen = [choose_engine(view(busy, idle, idle, turn=turn), GIMBAL, BUDGET).engine for turn in range(3)]
     assert chosen == [1, 1, 2]
@@ -103,7 +103,7 @@ def test_trap_3_ties_start_at_the_turn():
     assert chosen == [0, 2, 2]
 
 
-def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
+def test_cached_prefix_counts_as_the_work_that_it_saves():
     state = view(trace(waiting_prefill_tokens=90), trace(), prompt_tokens=128, cached_tokens_S=(96, 0), turn=1)
     decision = choose_engine(state, GIMBAL, BUDGET)
     assert (decision.engine, decision.rule, decision.terms["uncached"]) == (0, "cached", (32, 128))
@@ -119,7 +119,7 @@ def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
     )
 
 
-def test_a_nearly_full_engine_draws_nothing():
+def test_cached_prefix_on_a_nearly_full_engine_does_not_count():
     hit = {"prompt_tokens": 2000, "cached_tokens_S": (1984, 0)}
     assert choose_engine(view(trace(kv_use=0.90), trace(kv_use=0.85), **hit), GIMBAL, BUDGET).engine == 0
     for others, rule in [(0.5, "kv_guard"), (0.85, "close")]:
@@ -140,14 +140,14 @@ def equal_but_for_the_cache(draw):
 
 
 @given(equal_but_for_the_cache())
-def test_of_equal_engines_one_with_the_longest_cached_beginning_wins_ties_in_turn(state):
+def test_among_equal_engines_the_longest_cached_prefix_wins(state):
     cached_S = state.cached_tokens_S
     order = [(state.turn + i) % len(cached_S) for i in range(len(cached_S))]
     assert choose_engine(state, GIMBAL, BUDGET).engine == max(order, key=lambda engine: cached_S[engine])
 
 
 @given(any_view(), st.integers(0, 4), st.integers(1, 10**5))
-def test_a_hit_moves_a_request_to_no_engine_that_is_busier_by_more_than_it_saves(state, engine, hit):
+def test_cached_prefix_never_outweighs_more_work_than_it_saves(state, engine, hit):
     engine %= len(state.traces)
     without = replace(state, cached_tokens_S=(0,) * len(state.traces))
     cached_S = tuple(hit if s == engine else 0 for s in range(len(state.traces)))
@@ -163,7 +163,7 @@ def test_a_hit_moves_a_request_to_no_engine_that_is_busier_by_more_than_it_saves
 
 @pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"tpu_inference"}))
 @given(state=any_view(), prompt_tokens=st.integers(1, 10**5))
-def test_without_a_cache_the_prompt_changes_no_decision(policy, state, prompt_tokens):
+def test_without_cached_tokens_the_prompt_length_changes_no_decision(policy, state, prompt_tokens):
     """Only tpu-inference's rule counted it before; nothing was cached for it to differ by."""
     nothing = replace(state, cached_tokens_S=(0,) * len(state.traces))
     config = DispatchConfig(policy=policy)
@@ -174,7 +174,7 @@ def test_without_a_cache_the_prompt_changes_no_decision(policy, state, prompt_to
 
 @pytest.mark.parametrize("policy", sorted({*get_args(DispatchPolicy)} - {"gimbal", "tpu_inference"}))
 @given(state=any_view())
-def test_the_other_policies_know_no_cache(policy, state):
+def test_other_policies_ignore_cached_tokens(policy, state):
     config, nothing = DispatchConfig(policy=policy), (0,) * len(state.traces)
     assert choose_engine(state, config, BUDGET) == choose_engine(
         replace(state, cached_tokens_S=nothing), config, BUDGET
@@ -182,7 +182,7 @@ def test_the_other_policies_know_no_cache(policy, state):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
-def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
+def test_least_returns_the_first_minimum_from_the_start_on(values, data):
     start = data.draw(st.integers(0, len(values) - 1))
     order = [*range(start, len(values)), *range(start)]
     assert least(values, start) == min(order, key=lambda engine: values[engine])
@@ -190,7 +190,7 @@ def test_least_is_the_first_of_the_least_from_the_start_on(values, data):
 
 @pytest.mark.parametrize("policy", get_args(DispatchPolicy))
 @given(state=any_view())
-def test_every_policy_answers_every_view(policy, state):
+def test_every_policy_decides_for_any_view(policy, state):
     decision = choose_engine(state, DispatchConfig(policy=policy), BUDGET)
     if policy == "late":
         assert decision == Decision(None, "late")

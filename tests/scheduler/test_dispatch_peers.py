@@ -28,12 +28,12 @@ def test_vllm_classic_weighs_waiting_four_times():
     assert (picked.engine, picked.scores_S) == (1, (10, 7))
 
 
-def test_vllm_classic_has_traps_1_and_3():
+def test_vllm_classic_treats_missing_traces_as_idle_and_breaks_ties_low():
     assert choose("vllm_classic", view(trace(), trace(), turn=1)).engine == 0
     assert choose("vllm_classic", view(trace(running_requests=1), None, now=99.0)).engine == 1
 
 
-def test_vllm_0_33_by_hand():
+def test_vllm_0_33_penalises_waiting_behind_a_full_cache():
     # engine 0: 2 + 3 requests, none of which waits long: its cache is half full
     # engine 1: 1 + 3 requests, and 6 * 1 * (0.75 - 0.5) for waiting behind a full cache
     # engine 2: nothing that its trace shows, but six in flight
@@ -56,7 +56,7 @@ def test_vllm_0_33_scans_from_one_further_each_time():
     assert choose("vllm_0_33", view(trace(running_requests=1), trace(), choices=2)).engine == 1
 
 
-def test_sglang_total_tokens_by_hand():
+def test_sglang_counts_tokens_then_requests():
     state = view(
         trace(kv_tokens=100, waiting_tokens=50, running_requests=1),
         trace(kv_tokens=90, waiting_tokens=0, running_requests=9),
@@ -65,7 +65,7 @@ def test_sglang_total_tokens_by_hand():
     )
     terms = {"kv_tokens": (100, 90), "waiting_tokens": (50, 0), "picked_tokens": (0, 70)}
     assert choose("sglang_total_tokens", state) == Decision(0, "fewest_tokens", terms)
-    # equal tokens: fewest requests, picks included; and then the lowest engine (trap 3)
+    # equal tokens: fewest requests, picks included, then the lowest engine
     tied = replace(state, picked_tokens_S=(0, 60))
     assert choose("sglang_total_tokens", tied).engine == 0
     assert choose("sglang_total_tokens", replace(tied, picks_S=(10, 1))).engine == 1
@@ -73,7 +73,7 @@ def test_sglang_total_tokens_by_hand():
     assert choose("sglang_total_tokens", replace(tied, picks_S=(8, 0), turn=1)).engine == 0
 
 
-def test_tpu_inference_by_hand():
+def test_tpu_inference_counts_pending_prefill_with_the_own():
     state = view(
         trace(running_prefill_tokens=10, waiting_prefill_tokens=20),
         trace(running_prefill_tokens=70),
@@ -95,7 +95,7 @@ def test_tpu_inference_by_hand():
     assert choose("tpu_inference", replace(tied, in_flight_S=(1, 1), turn=1)).engine == 0
 
 
-def test_power_of_two_by_hand():
+def test_power_of_two_takes_the_emptier_of_two():
     # Six ordered pairs of three engines: draws of a sixth each are 01, 02, 10, 12, 20, 21.
     state = view(None, None, None, in_flight_S=(5, 7, 9))
     drawn = [choose("power_of_two", replace(state, draw=(n + 0.5) / 6)) for n in range(6)]

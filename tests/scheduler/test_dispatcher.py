@@ -39,7 +39,7 @@ def test_trace_releases_what_the_engine_has_seen():
 
 
 @given(st.permutations(range(5)))
-def test_trap_2_late_traces_never_erase_compensation(order):
+def test_late_traces_never_erase_compensation(order):
     dispatcher = fresh(1)
     for i in range(5):
         dispatcher.dispatch(f"r{i}", 10**i, 0.0)
@@ -56,7 +56,7 @@ def test_trap_2_late_traces_never_erase_compensation(order):
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5000)), max_size=20), st.integers(0, 12), st.integers(0, 12)
 )
-def test_compensation_after_traces_is_what_observing_them_leaves(requests, seen, before):
+def test_compensation_after_equals_compensation_once_observed(requests, seen, before):
     dispatcher = fresh(2)
     tickets = [dispatcher.dispatch(f"r{i}", tokens, 0.0, engine=engine) for i, (engine, tokens) in enumerate(requests)]
     dispatcher.observe([trace(0, 0.5, seen=min(before, seen))])
@@ -70,14 +70,14 @@ def test_compensation_after_traces_is_what_observing_them_leaves(requests, seen,
     assert answer == dispatcher.view(1.0).compensation_S
 
 
-def test_same_trace_again_keeps_the_picks():
+def test_repeated_trace_keeps_the_picks():
     dispatcher = fresh(1, policy="vllm_classic")
     dispatcher.dispatch("a", 10, 0.0)
     dispatcher.observe([idle_trace(0)])
     assert dispatcher.view(0.0).picks_S == (1,)
 
 
-def test_trap_4_compensation_weighs_tokens_not_requests():
+def test_compensation_counts_tokens_not_requests():
     dispatcher = fresh(2)
     dispatcher.dispatch("long", 4000, 0.0)
     short = [dispatcher.dispatch(f"short{i}", 100, 0.0).decision.engine for i in range(36)]
@@ -130,7 +130,7 @@ def test_equal_engines_get_equal_load_within_one_request(policy, engines, tokens
         assert max(sent_S) - min(sent_S) <= 1
 
 
-def test_trap_5_each_engine_has_its_own_clock():
+def test_traces_of_one_engine_do_not_affect_another():
     """A fast engine's trace times and sequence numbers say nothing about a slow one's."""
     dispatcher = fresh(2, policy="round_robin")
     for i in range(4):
@@ -140,7 +140,7 @@ def test_trap_5_each_engine_has_its_own_clock():
     assert dispatcher.view(5.0).compensation_S == (0, 10)
 
 
-def test_pinned_request_counts_but_takes_no_turn():
+def test_pinned_request_is_compensated_but_takes_no_turn():
     dispatcher = fresh(2)
     ticket = dispatcher.dispatch("a", 100, 0.0, engine=1)
     assert (ticket.decision, ticket.sequence) == (Decision(1, "pinned"), 1)
@@ -157,7 +157,7 @@ def test_rejects_unknown_engines_and_changes_nothing():
     assert replace(dispatcher.view(1.0), draw=0.0) == before
 
 
-def test_view_is_what_the_rules_need():
+def test_view_reflects_dispatched_and_ended_requests():
     dispatcher = Dispatcher(2, DispatchConfig(policy="round_robin"), BUDGET, draw=lambda: 0.25)
     ticket = dispatcher.dispatch("a", 100, 0.0, cached_tokens_S=(64, 0))
     dispatcher.dispatch("b", 10, 0.0, engine=0, cached_tokens_S=(16, 0))
@@ -179,7 +179,7 @@ def test_view_is_what_the_rules_need():
 
 
 @given(st.lists(st.tuples(st.sampled_from("dfo"), st.integers(0, 9), st.integers(1, 100)), max_size=60))
-def test_memory_is_what_a_recount_of_the_history_says(history):
+def test_memory_equals_a_recount_of_the_history(history):
     dispatcher = Dispatcher(3, DispatchConfig(policy="round_robin"), BUDGET)
     live: dict[int, tuple[Ticket, int]] = {}
     last_S, seen_S = [0, 0, 0], [0, 0, 0]
@@ -215,13 +215,13 @@ def test_late_requests_have_no_engine_and_are_not_remembered():
     assert list(dispatcher.recent) == [DispatchRecord("a", 1.0, Decision(1, "late"))]
 
 
-def test_a_policy_of_your_own():
+def test_custom_rule_replaces_the_policy():
     dispatcher = Dispatcher(3, DispatchConfig(), BUDGET, choose=lambda view, config, budget: Decision(2, "mine"))
     ticket = dispatcher.dispatch("a", 100, 0.0)
     assert (ticket.decision, ticket.sequence) == (Decision(2, "mine"), 1)
 
 
-def test_recent_keeps_the_last_decisions():
+def test_recent_keeps_the_last_thousand_decisions():
     dispatcher = fresh(1)
     dispatched = [dispatcher.dispatch(f"r{i}", 1, float(i)) for i in range(RECENT_DECISIONS + 2)]
     assert RECENT_DECISIONS == len(dispatcher.recent) == 1000

@@ -14,7 +14,7 @@ meshes = st.builds(
 )
 
 
-def test_worked_example():
+def test_distances_worked_example():
     # Two engines of two ranks on each of two nodes. Of the others two ranks are near and four are far:
     # 2 * 1 + 4 * 4 = 18, so the mean is 3.
     apart_SR = distance_SR(MeshConfig(dp=4, tp=2, nodes=2), far=4.0)
@@ -28,13 +28,13 @@ def test_worked_example():
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 4), (4, 1), (3, 2)])
-def test_on_one_node_it_is_the_remote_share_to_the_bit(dp, tp):
+def test_on_one_node_mean_distance_equals_the_remote_share_exactly(dp, tp):
     apart_SR = distance_SR(MeshConfig(dp, tp), 9.1)
     assert apart_SR.dtype == np.float64
     assert apart_SR.tolist() == (1 - np.kron(np.eye(dp), np.ones(tp))).tolist()
 
 
-def test_an_engine_on_several_nodes_is_at_the_mean_distance_of_its_ranks():
+def test_engine_on_several_nodes_has_the_mean_distance_of_its_ranks():
     # Ranks 0 1 | 2 3 | 4 5 on three nodes; source 0 has the first three, source 1 the others.
     mesh = MeshConfig(dp=2, tp=3, nodes=3)
     assert away_SR(mesh)[0] == pytest.approx([1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 1])
@@ -45,7 +45,7 @@ def test_an_engine_on_several_nodes_is_at_the_mean_distance_of_its_ranks():
 
 
 @given(meshes, st.floats(1, 100))
-def test_ratios_are_those_of_the_links_and_the_mean_of_others_is_one(mesh, far):
+def test_far_ratio_is_kept_and_the_mean_of_other_ranks_is_one(mesh, far):
     apart_SR = distance_SR(mesh, far)
     links = {}
     for s, r in np.ndindex(apart_SR.shape):
@@ -60,12 +60,12 @@ def test_ratios_are_those_of_the_links_and_the_mean_of_others_is_one(mesh, far):
 
 
 @pytest.mark.parametrize("far", [0.9, -1.0, float("nan"), float("inf")])
-def test_distances_that_are_none(far):
-    with pytest.raises(ValueError, match="far_distance must be a number of at least 1, not"):
+def test_rejects_a_far_distance_below_one(far):
+    with pytest.raises(ValueError, match=r"far_distance .*: must be a finite number of at least 1"):
         distance_SR(MeshConfig(2, 2), far)
 
 
 @pytest.mark.parametrize("nodes", [0, 3, 8])
-def test_ranks_that_do_not_divide_over_the_nodes(nodes):
+def test_rejects_ranks_that_do_not_divide_over_the_nodes(nodes):
     with pytest.raises(ValueError, match=f"4 ranks cannot be split over {nodes} nodes; possible: 1, 2, 4$"):
         distance_SR(MeshConfig(2, 2, nodes), 9.0)

@@ -7,7 +7,7 @@ from gimbal_jax.scheduler.eplb import hierarchical_rank_LE, packed_rank_LE
 from tests.scheduler.windows import traffic
 
 
-def test_worked_example():
+def test_packing_worked_example():
     # 8 -> rank 0, 4 -> rank 1 (4 < 8), 2 -> rank 1 (4 < 8), which is full, 2 -> rank 0
     assert packed_rank_LE(np.array([[8, 4, 2, 2]]), 2).tolist() == [[0, 1, 1, 0]]
     assert packed_rank_LE(np.array([[2, 8, 2, 4], [1, 1, 1, 1]]), 2).tolist() == [[1, 0, 0, 1], [0, 1, 0, 1]]
@@ -16,7 +16,7 @@ def test_worked_example():
 
 
 @given(traffic())
-def test_equals_balanced_packing_one_layer_at_a_time(case):
+def test_packing_equals_balanced_packing_layer_by_layer(case):
     counts_LSE, _, ranks = case
     load_LE = counts_LSE.sum(axis=1)
     room = load_LE.shape[1] // ranks
@@ -42,7 +42,7 @@ def pack(load: dict[int, int], packs: int) -> list[list[int]]:
 
 
 @given(traffic(), st.data())
-def test_hierarchical_packs_nodes_and_then_their_ranks(case, data):
+def test_hierarchical_packs_nodes_then_their_ranks(case, data):
     counts_LSE, _, ranks = case
     nodes = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
     load_LE = counts_LSE.sum(axis=1)
@@ -55,7 +55,7 @@ def test_hierarchical_packs_nodes_and_then_their_ranks(case, data):
         assert (rank_LE == packed_rank_LE(load_LE, ranks)).all()
 
 
-def test_hierarchical_evens_nodes_before_ranks():
+def test_hierarchical_balances_nodes_before_ranks():
     # Global: 9 -> rank 0, 8 -> 1, 7 -> 2, 6 -> 3, 1, 1 -> 3 and so on: the two nodes get 9 + 8 and 7 + 6.
     load_LE = np.array([[9, 8, 7, 6, 1, 1, 1, 1]])
     node_E = hierarchical_rank_LE(load_LE, 4, 2)[0] // 2

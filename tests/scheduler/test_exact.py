@@ -32,7 +32,7 @@ def config_of(weights: tuple[float, float, float], term: str) -> PlacementConfig
     st.sampled_from([one_node_SR, partial(any_SR, seed=0), partial(any_SR, seed=1)]),
     st.integers(0, 2**32 - 1),
 )
-def test_nothing_costs_less_by_brute_force(mesh, slots, weights, term, distances, seed):
+def test_exact_equals_brute_force(mesh, slots, weights, term, distances, seed):
     """Refined, which is a heuristic, is at most half above it, and never above staying."""
     sources, tp = mesh
     ranks, experts = sources * tp, sources * tp * slots
@@ -55,7 +55,7 @@ def test_nothing_costs_less_by_brute_force(mesh, slots, weights, term, distances
 
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(WEIGHTS), terms, st.integers(0, 2**32 - 1))
-def test_costs_no_more_than_refined(weights, term, seed):
+def test_exact_costs_no_more_than_refined(weights, term, seed):
     rng = np.random.default_rng(seed)
     counts_LSE = skewed_counts(rng, 2, 2, 16, 5000)
     objective = window_objective(
@@ -98,7 +98,7 @@ def test_refined_is_within_half_a_percent_and_moves_at_most_a_tenth_more(weights
     assert objective.move_L(rank_LE).sum() <= 1.1 * objective.move_L(answer.rank_LE).sum()
 
 
-def test_worked_example():
+def test_exact_worked_example():
     # Experts 0 and 3 are wanted by the other source; the swap makes every token local and both ranks carry 10.
     counts_LSE = np.array([[[0, 4, 6, 0], [5, 0, 0, 5]]])
     objective = window_objective(
@@ -115,7 +115,7 @@ def test_worked_example():
     assert steps == [(1, 1)]
 
 
-def test_a_layer_without_traffic_stays():
+def test_layer_without_traffic_keeps_its_placement():
     counts_LSE = np.zeros((1, 2, 8), dtype=np.int64)
     objective = window_objective(counts_LSE, np.arange(8)[None], one_node_SR(counts_LSE, 4), PlacementConfig())
     answer = exact_answer(objective)
@@ -123,7 +123,7 @@ def test_a_layer_without_traffic_stays():
     assert (answer.cost_L.tolist(), answer.bound_L.tolist(), answer.gap_L.tolist()) == ([0.0], [0.0], [0.0])
 
 
-def test_the_time_limit_ends_a_search_and_is_told():
+def test_time_limit_ends_a_search_and_is_reported():
     rng = np.random.default_rng(0)
     counts_LSE = skewed_counts(rng, 1, 2, 128, 50_000)
     config = PlacementConfig(beta=10.0, gamma=0.01, load_term="max")

@@ -25,7 +25,7 @@ def bound(waiting, capacity_S, queue=FCFS, turn=0, now=0.0) -> list[tuple[int | 
     return [(request.id, decision.engine) for request, decision in bind(waiting, capacity_S, ENGINE, queue, turn, now)]
 
 
-def test_least_work_by_hand():
+def test_request_goes_to_the_engine_with_the_least_work():
     capacity_S = [Capacity(3, 5, 100, (QueueItem(0.0, 5),)), Capacity(6, 2, 100, ())]
     # engine 0 has 3 + 5 tokens to do, engine 1 has 6
     ((request, decision),) = bind([pending("a", 4, 1.0)], capacity_S, ENGINE, FCFS, 0, 1.0)
@@ -43,7 +43,7 @@ def test_equal_engines_take_turns():
     assert [engine for _, engine in bound(waiting, [IDLE] * 2, turn=1)] == [1, 0, 1, 0, 1]
 
 
-def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
+def test_cached_prefix_counts_as_the_work_that_it_saves():
     cached = pending("a", 12, cached_S=(0, 8))
     for busy, engine in [(7, 1), (9, 0)]:
         assert bound([cached], [IDLE, replace(IDLE, decode_rows=busy)]) == [("a", engine)]
@@ -56,7 +56,7 @@ def test_prefix_cache_draws_a_request_as_far_as_it_saves_work():
     assert bound([kept], [*capacity_S, replace(IDLE, free_pages=4)]) == [("a", 1)]
 
 
-def test_rows_pages_and_the_step_limit():
+def test_rows_pages_and_step_tokens_limit_an_engine():
     full = replace(IDLE, free_rows=0)
     assert bound([pending("a", 4)], [full, full]) == []
     assert bound([pending("a", 4)], [full, replace(IDLE, decode_rows=15)]) == [("a", 1)]
@@ -71,7 +71,7 @@ def test_rows_pages_and_the_step_limit():
     assert bound([pending("a", 12), pending("b", 1)], [IDLE, full]) == [("a", 0), ("b", 0)]
 
 
-def test_what_does_not_fit_whole_begins_where_there_is_room_for_its_first_tokens():
+def test_long_prompt_starts_where_its_first_tokens_fit():
     long = pending("long", 40, arrival=1.0)
     full, started = (replace(IDLE, prefills=(QueueItem(0.0, tokens),)) for tokens in (16, 3))
     assert bound([long], [full, full]) == []
@@ -79,7 +79,7 @@ def test_what_does_not_fit_whole_begins_where_there_is_room_for_its_first_tokens
     assert bound([long, pending("next", 1, arrival=2.0)], [full, started]) == [("long", 1)]
 
 
-def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
+def test_started_prefills_count_if_the_queue_runs_them_first():
     started = replace(IDLE, prefills=(QueueItem(0.0, 30),))
     short = pending("short", 8, arrival=1.0)
     assert bound([short], [started] * 2, FCFS, now=1.0) == []
@@ -87,14 +87,14 @@ def test_started_prefills_count_as_far_as_the_queue_runs_them_first():
     assert bound([short], [started] * 2, SJF, now=5.5) == []  # the started one has aged
 
 
-def test_nothing_overtakes_one_that_has_no_room():
+def test_later_requests_wait_behind_one_without_room():
     few_pages = replace(IDLE, free_pages=2)
     waiting = [pending("big", 10, 1.0), pending("small", 1, 2.0)]
     assert bound(waiting, [few_pages] * 2) == []
     assert bound(waiting[1:], [few_pages] * 2) == [("small", 0)]
 
 
-def test_the_user_s_engine_is_respected_and_waiting_for_it_holds_up_no_other():
+def test_pinned_request_waits_for_its_engine_and_blocks_no_other():
     few_pages = replace(IDLE, free_pages=2)
     pinned = pending("pinned", 10, engine=0)
     waiting = [pinned, *(pending(name, 1, 1.0) for name in "ab")]
@@ -134,7 +134,7 @@ def queues_and_engines(draw):
 
 
 @given(queues_and_engines(), st.floats(10, 20))
-def test_no_step_gets_more_than_it_has_room_for(case, now):
+def test_no_step_exceeds_its_capacity(case, now):
     waiting, capacity_S, engine, queue, turn = case
     answer = bind(waiting, capacity_S, engine, queue, turn, now)
     assert len({request.id for request, _ in answer}) == len(answer)
@@ -160,7 +160,7 @@ def test_no_step_gets_more_than_it_has_room_for(case, now):
 
 
 @given(queues_and_engines(), st.floats(10, 20))
-def test_nothing_overtakes_a_request_on_an_engine_that_it_could_use(case, now):
+def test_no_request_overtakes_on_an_engine_that_an_earlier_one_could_use(case, now):
     """Without what stands behind it, a request that is left is left all the same, and who was bound stays bound."""
     waiting, capacity_S, engine, queue, turn = case
     answer = bind(waiting, capacity_S, engine, queue, turn, now)

@@ -15,7 +15,7 @@ def moves(rounds: list[Round]) -> list[set[tuple[int, int]]]:
     return [set(zip(plan.src_slot.tolist(), plan.dst_slot.tolist(), strict=True)) for plan in rounds]
 
 
-def test_nothing_to_do():
+def test_equal_placements_need_no_rounds():
     assert plan_rounds(np.array([1, 0, 2]), np.array([1, 0, 2]), 3, 2) == []
 
 
@@ -29,7 +29,7 @@ def test_independent_cycles_share_a_round():
     assert sorted(moves(one_each), key=sorted) == [{(0, 2), (2, 0)}, {(1, 3), (3, 1)}]
 
 
-def test_long_cycle_is_cut_at_one_extra_move():
+def test_long_cycle_is_cut_with_one_extra_move():
     # slots 0 -> 2 -> 1 -> 3 -> 0 cross from rank 0 to rank 1 twice
     old, new = np.array([0, 1, 2, 3]), np.array([2, 3, 1, 0])
     whole = plan_rounds(old, new, 2, rows_per_pair=2)
@@ -40,12 +40,12 @@ def test_long_cycle_is_cut_at_one_extra_move():
     assert cut[-1].slot_of_expert_E.tolist() == new.tolist()
 
 
-def test_swap_within_a_rank_needs_two_rows():
-    with pytest.raises(ValueError, match="rows_per_pair must be at least 2 to swap experts within a rank, not 1"):
+def test_swap_within_a_rank_needs_two_rows_per_pair():
+    with pytest.raises(ValueError, match="rows_per_pair 1: must be at least 2 to swap experts within a rank"):
         plan_rounds(np.array([0, 1]), np.array([1, 0]), 1, rows_per_pair=1)
 
 
-def test_a_migration_says_what_goes_where():
+def test_migration_lists_slots_and_ranks_of_moved_experts():
     old_LE = np.array([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]])
     new_LE = np.array([[1, 0, 2, 3], [0, 1, 2, 3], [2, 1, 0, 3]])  # a swap within rank 0, nothing, a real swap
     migration = migration_between(old_LE, new_LE, 2)
@@ -87,20 +87,20 @@ sizes = {"ranks": st.integers(1, 4), "slots": st.integers(1, 12), "seed": st.int
 
 
 @given(rows_per_pair=st.integers(2, 4), **sizes)
-def test_rounds_give_exactly_any_new_placement(rows_per_pair, ranks, slots, seed):
+def test_rounds_give_exactly_the_new_placement(rows_per_pair, ranks, slots, seed):
     old_E, new_E = random_placement(np.random.default_rng(seed), 2, ranks * slots)
     assert check_rounds(old_E, new_E, ranks, rows_per_pair) >= (old_E != new_E).sum()
 
 
 @given(rows_per_pair=st.integers(1, 3), **sizes)
-def test_one_row_per_pair_is_enough_for_changes_of_rank(rows_per_pair, ranks, slots, seed):
+def test_one_row_per_pair_suffices_for_changes_of_rank(rows_per_pair, ranks, slots, seed):
     old_LE, wanted_LE = (random_placement(np.random.default_rng(seed + i), 1, ranks * slots) for i in range(2))
     new_LE = assign_slots(rank_of_expert(wanted_LE, ranks), old_LE, ranks)
     check_rounds(old_LE[0], new_LE[0], ranks, rows_per_pair)
 
 
 @given(**sizes)
-def test_wide_limit_takes_one_round_and_moves_each_expert_once(ranks, slots, seed):
+def test_high_limit_takes_one_round_and_moves_each_expert_once(ranks, slots, seed):
     old_E, new_E = random_placement(np.random.default_rng(seed), 2, ranks * slots)
     assert check_rounds(old_E, new_E, ranks, rows_per_pair=slots) == (old_E != new_E).sum()
     assert len(plan_rounds(old_E, new_E, ranks, rows_per_pair=slots)) <= 1

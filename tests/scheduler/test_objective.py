@@ -14,7 +14,7 @@ from tests.scheduler.windows import any_SR, one_node_SR, random_placement, traff
 CONFIG = PlacementConfig(alpha=100.0, beta=10.0, gamma=1.0)
 
 
-def test_worked_example():
+def test_objective_worked_example():
     # experts 0 and 3 change places: ranks carry 7 and 13 tokens, mean 10; 12 of 20 tokens are remote; 2 of 4 move
     counts_LSE = np.array([[[10, 1, 0, 4], [0, 2, 3, 0]]])
     old_LE, new_LE = static_placement(1, 4, 2), np.array([[3, 1, 2, 0]])
@@ -68,7 +68,7 @@ def test_comm_is_the_mean_distance_of_expert_tokens(case, seed):
 
 
 @given(traffic(), st.floats(0, 0.99))
-def test_on_one_node_it_is_to_the_bit_what_leaves_the_source(case, smoothing):
+def test_on_one_node_comm_equals_the_remote_share_exactly(case, smoothing):
     """Also for smoothed windows, whose counts are fractions that no longer add up exactly."""
     counts_LSE, old_LE, ranks = case
     counts_LSE = counts_LSE + smoothing * counts_LSE[::-1] / 3
@@ -80,7 +80,7 @@ def test_on_one_node_it_is_to_the_bit_what_leaves_the_source(case, smoothing):
 
 
 @given(traffic(), st.integers(0, 2**32 - 1))
-def test_the_cost_is_what_the_experts_cost_plus_the_load(case, seed):
+def test_cost_is_the_fixed_cost_of_the_experts_plus_the_load(case, seed):
     """Greedy, refined and exact work on fixed_LER and weight_LE; the sum of these must be the objective."""
     counts_LSE, old_LE, ranks = case
     rank_LE = rank_of_expert(random_placement(np.random.default_rng(0), *old_LE.shape), ranks)

@@ -16,7 +16,7 @@ def order(config: QueueConfig, waiting: dict[str, QueueItem], now: float) -> str
     return "".join(sorted(waiting, key=lambda name: queue_key(config, waiting[name], now)))
 
 
-def test_short_first_until_a_long_one_has_aged():
+def test_sjf_aging_runs_short_requests_first_until_a_long_one_ages():
     waiting = {"a": QueueItem(0.0, 900), "b": QueueItem(1.0, 800), "c": QueueItem(2.0, 10), "d": QueueItem(1.5, 10)}
     assert order(SJF, waiting, now=5.0) == "dcba"  # 5 s of waiting are not over 5 s yet
     assert order(SJF, waiting, now=5.5) == "adcb"
@@ -24,7 +24,7 @@ def test_short_first_until_a_long_one_has_aged():
     assert order(FCFS, waiting, now=5.0) == "abdc"
 
 
-def test_hrrn_by_hand():
+def test_hrrn_orders_by_response_ratio():
     # Since a came the engine has processed 600 tokens, since b 500, since c and d none.
     # a has waited 600 / 900 of its own length, b 500 / 500: b goes first, c and d in order of arrival last.
     waiting = {
@@ -41,7 +41,7 @@ def test_hrrn_by_hand():
     assert order(HRRN, later, now=3.1) == "dcba"
 
 
-def test_priority_by_hand():
+def test_priority_orders_by_priority_then_sjf_aging():
     waiting = {
         "a": QueueItem(0.0, 900, priority=1),
         "b": QueueItem(4.0, 10, priority=1),
@@ -76,7 +76,7 @@ def test_fcfs_is_order_of_arrival(items):
 
 
 @given(st.lists(st.builds(QueueItem, st.just(0.0), st.integers(1, 1000), st.integers(0, 1000), st.integers(-5, 5))))
-def test_priority_is_never_overruled_and_equal_priorities_are_sjf_aging(items):
+def test_priority_always_decides_and_equal_priorities_are_sjf_aging(items):
     ordered = sorted(items, key=lambda item: queue_key(PRIORITY, item, 1.0))
     assert [item.priority for item in ordered] == sorted(item.priority for item in items)
     for priority in {item.priority for item in items}:
@@ -85,7 +85,7 @@ def test_priority_is_never_overruled_and_equal_priorities_are_sjf_aging(items):
         assert within == sorted(mine, key=lambda item: queue_key(SJF, item, 1.0))
 
 
-def test_keys_hold_until_a_request_ages():
+def test_key_until_is_the_time_of_aging():
     item = QueueItem(arrival=1.0, prefill_tokens=10)
     assert [key_until(SJF, item, now) for now in (1.0, 6.0, 6.5)] == [6.0, 6.0, math.inf]
     assert key_until(FCFS, item, 1.0) == math.inf
@@ -98,7 +98,7 @@ def test_keys_hold_until_a_request_ages():
     st.floats(0, 20),
     st.floats(0, 20),
 )
-def test_keys_hold_as_long_as_they_say(config, item, waited, more):
+def test_keys_do_not_change_before_key_until(config, item, waited, more):
     now, later = item.arrival + waited, item.arrival + waited + more
     if later < key_until(config, item, now):
         assert queue_key(config, item, later) == queue_key(config, item, now)

@@ -25,7 +25,7 @@ configs = st.builds(
 distances = st.sampled_from([one_node_SR, partial(any_SR, seed=0), partial(any_SR, seed=1)])
 
 
-def test_worked_example():
+def test_refined_worked_example():
     # The mean rank load is 8 and the ranks carry 12 and 4. Swapping 4 and 2 (either) leaves 10 and 6, load 0.0625;
     # swapping 8 and 2 leaves 6 and 10, as good; two moves cost 0.1 * 2 / 4. The first in order is swapped, then
     # nothing more: 8, 2 | 4, 2 cannot be evened.
@@ -38,7 +38,7 @@ def test_worked_example():
     assert objective.move_L(rank_LE) == pytest.approx([0.5])
 
 
-def test_swaps_where_greedy_fills_up_the_wrong_rank():
+def test_swaps_repair_a_rank_that_greedy_fills_wrongly():
     # Experts 0 and 1 are wanted by source 1, which holds 2 and 3; the heaviest, 2, is wanted by both alike.
     # Greedy decides on 2 first and keeps it where it is; then only one of 0 and 1 finds room at source 1.
     counts_LSE = np.array([[[0, 0, 10, 1], [8, 8, 10, 0]]])
@@ -73,7 +73,7 @@ def best_swap_gain(objective: Objective, rank_LE: np.ndarray, layer: int) -> flo
 
 @settings(max_examples=40)
 @given(traffic(), configs, distances)
-def test_the_search_ends_where_no_swap_saves(case, config, distances):
+def test_search_ends_when_no_swap_saves(case, config, distances):
     counts_LSE, slot_LE, ranks = case
     objective = window_objective(counts_LSE, slot_LE, distances(counts_LSE, ranks), config)
     rank_LE = swapped_rank_LE(objective, objective.old_rank_LE)
@@ -82,7 +82,7 @@ def test_the_search_ends_where_no_swap_saves(case, config, distances):
 
 
 @pytest.mark.parametrize("term", ["square", "max"])
-def test_the_search_takes_the_best_swap_each_time(term):
+def test_search_takes_the_best_swap_each_time(term):
     rng = np.random.default_rng(3)
     counts_LSE = skewed_counts(rng, 1, 2, 12, 10_000)
     config = PlacementConfig(beta=1.0, gamma=0.05, load_term=term)
@@ -102,7 +102,7 @@ def test_the_search_takes_the_best_swap_each_time(term):
 
 @settings(max_examples=40)
 @given(traffic(), configs)
-def test_where_experts_move_no_swap_saves_more(case, config):
+def test_no_swap_improves_a_changed_layer(case, config):
     counts_LSE, slot_LE, ranks = case
     objective = window_objective(counts_LSE, slot_LE, one_node_SR(counts_LSE, ranks), config)
     rank_LE = refined_rank_LE(objective)
@@ -113,7 +113,7 @@ def test_where_experts_move_no_swap_saves_more(case, config):
 @pytest.mark.parametrize("find", [greedy_rank_LE, refined_rank_LE])
 @settings(max_examples=30)
 @given(st.sampled_from([1, 2]), st.integers(0, 2**32 - 1))
-def test_relabelling_experts_or_ranks_relabels_the_answer(find, nodes, seed):
+def test_permuting_experts_or_ranks_permutes_the_answer(find, nodes, seed):
     rng = np.random.default_rng(seed)
     sources, tp, experts = 4, 2, 32
     ranks = sources * tp

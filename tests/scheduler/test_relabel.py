@@ -13,7 +13,7 @@ from gimbal_jax.scheduler.relabel import fewest_moves_rank_LE
 from tests.scheduler.windows import skewed_counts
 
 
-def test_ranks_of_one_source_take_each_other_s_names():
+def test_ranks_of_one_source_are_permuted_to_save_moves():
     old_LE, two_SR = np.array([[0, 0, 1, 1, 2, 2, 3, 3]]), np.array([[0, 0, 1, 1], [1, 1, 0, 0]])
     # ranks 0 and 1 have changed places; so have 0 and 2, but those belong to different sources
     assert fewest_moves_rank_LE(np.array([[1, 1, 0, 0, 2, 2, 3, 3]]), old_LE, two_SR).tolist() == old_LE.tolist()
@@ -30,7 +30,7 @@ def test_eplb_that_only_renames_ranks_moves_nothing():
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_fewest_of_all_orders_and_costs_no_more(sources, tp, slots, data):
+def test_no_permutation_moves_fewer_experts_and_costs_stay_equal(sources, tp, slots, data):
     """On any nodes: only ranks that are equally far from every source may take each other's names."""
     ranks = sources * tp
     nodes = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))

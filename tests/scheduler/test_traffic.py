@@ -26,7 +26,7 @@ COUNTS_LSE = np.array([[[10, 1, 0, 4], [0, 2, 3, 0]]])
 SLOT_LE = np.array([[3, 1, 2, 0]])
 
 
-def test_worked_example():
+def test_traffic_worked_example():
     assert rank_of_expert(SLOT_LE, 2).tolist() == [[1, 0, 1, 0]]
     assert tokens_LSR(COUNTS_LSE, SLOT_LE, 2).tolist() == [[[5, 10], [2, 3]]]
     assert rank_load_LR(COUNTS_LSE, SLOT_LE, 2).tolist() == [[7, 13]]
@@ -45,7 +45,7 @@ def test_ranks_of_a_source_are_its_tensor_parallel_group():
     assert expert_pressure_S(counts_LSE, slot_LE, 4, 1, 1, "max").tolist() == [2 + 32, 8 + 128]
 
 
-def test_what_leaves_the_node():
+def test_far_share_counts_tokens_that_leave_the_node():
     # Four sources of one rank, two on each of two nodes, an expert on each rank.
     counts_LSE = np.arange(16).reshape(1, 4, 4)
     mesh, slot_LE = MeshConfig(dp=4, tp=1, nodes=2), static_placement(1, 4, 4)
@@ -57,7 +57,7 @@ def test_what_leaves_the_node():
     assert far_share(counts_LSE.sum(axis=1, keepdims=True), slot_LE, MeshConfig(dp=1, tp=4, nodes=2)) == 0.5
 
 
-def test_trap_15_straggler_pressure_is_the_fullest_rank_of_each_layer():
+def test_max_pressure_takes_the_fullest_rank_of_each_layer():
     # One source of two ranks, the fullest of which changes from layer to layer: waiting adds up over layers.
     counts_LSE = np.array([[[10, 0]], [[0, 6]]])
     assert expert_pressure_S(counts_LSE, static_placement(2, 2, 2), 2, 1, 1).tolist() == [16 / 2]
@@ -66,7 +66,7 @@ def test_trap_15_straggler_pressure_is_the_fullest_rank_of_each_layer():
     assert expert_pressure_S(even_LSE, static_placement(2, 2, 2), 2, 1, 1, "max").tolist() == [(8 + 3) / 2]
 
 
-def test_token_served_at_home_in_every_layer_weighs_one():
+def test_token_routed_to_its_own_engine_in_every_layer_counts_one():
     layers, k, tokens = 3, 2, 7
     counts_LSE = np.zeros((layers, 2, 4), dtype=np.int64)
     counts_LSE[:, 0, :2] = tokens
@@ -74,7 +74,7 @@ def test_token_served_at_home_in_every_layer_weighs_one():
     assert expert_pressure_S(counts_LSE, static_placement(layers, 4, 2), 2, 1, k).tolist() == [tokens, 2 * tokens]
 
 
-def test_two_definitions_of_balancedness():
+def test_balancedness_of_vllm_and_sglang():
     # Rank loads 30 and 10, then 10 and 10: vLLM adds up the layers, SGLang takes the mean of their ratios.
     counts_LSE, slot_LE = np.array([[[20, 10, 5, 5]], [[5, 5, 5, 5]]]), static_placement(2, 4, 2)
     assert balancedness_vllm(counts_LSE, slot_LE, 2) == (20 + 10) / (30 + 10)
@@ -103,7 +103,7 @@ def test_merging_conserves_tokens_and_loads(case, windows):
     assert (rank_load_LR(merged_LSE, slot_LE, ranks) == sum(loads_WLR)).all()
 
 
-def test_smoothing_halves_what_is_one_window_older():
+def test_smoothing_of_one_half_halves_each_older_window():
     windows = [np.full((1, 1, 2), n) for n in (8, 4, 2)]
     smoothed = np.zeros((1, 1, 2))
     for window_LSE in windows:
@@ -112,7 +112,7 @@ def test_smoothing_halves_what_is_one_window_older():
     assert smooth_windows(windows[0], windows[1], 0.0) is windows[1]
 
 
-def test_empty_window():
+def test_statistics_of_an_empty_window():
     counts_LSE, slot_LE = np.zeros((2, 2, 4), dtype=np.int64), static_placement(2, 4, 2)
     assert imbalance_L(counts_LSE, slot_LE, 2).tolist() == [1.0, 1.0]
     assert remote_share(counts_LSE, slot_LE, 2) == 0.0
@@ -120,7 +120,7 @@ def test_empty_window():
     assert expert_pressure_S(counts_LSE, slot_LE, 2, 0, 2).tolist() == [0.0, 0.0]
 
 
-def test_trap_15_opposite_layers_do_not_balance_each_other():
+def test_layers_with_opposite_loads_do_not_cancel_in_max_pressure():
     counts_LSE = np.array([[[10, 10, 0, 0]], [[0, 0, 10, 10]]])
     assert imbalance_L(counts_LSE, static_placement(2, 4, 2), 2).tolist() == [2.0, 2.0]
 

@@ -37,7 +37,7 @@ def serve(traffic: WindowConfig, config: PlacementConfig) -> tuple[float, int]:
     return float(np.mean(imbalances)), moved
 
 
-def test_smoothing_moves_far_fewer_experts_for_the_same_balance():
+def test_smoothing_moves_far_fewer_experts_for_equal_balance():
     imbalance, moved = serve(ALIKE, DEFAULT)
     last_window_imbalance, last_window_moved = serve(ALIKE, replace(DEFAULT, smoothing=0.0))
     assert 0 < moved < last_window_moved / 2
@@ -45,6 +45,6 @@ def test_smoothing_moves_far_fewer_experts_for_the_same_balance():
 
 
 @pytest.mark.parametrize("traffic", [DRIFTING, STICKY], ids=["drifting", "sticky"])
-def test_the_default_weight_of_load_leaves_later_windows_more_even(traffic):
+def test_default_load_weight_balances_later_windows_better(traffic):
     """By the paper's criterion locality weighs more, of which later windows keep less than the decision saw."""
     assert serve(traffic, DEFAULT)[0] < serve(traffic, PAPERS_CRITERION)[0] - 0.02

@@ -30,14 +30,14 @@ def statistics(config: WindowConfig) -> tuple[float, float, float]:
     return covering, 1 - entropy / np.log(config.experts), share_LE[:, 0].mean() * config.experts
 
 
-def test_diverse_text():
+def test_rank_loads_of_diverse_text_match_measurements():
     covering, lost_entropy, hottest = statistics(replace(QWEN, topics=4))  # measured: 65, 0.111, 5.5
     assert 60 < covering < 80
     assert 0.08 < lost_entropy < 0.13
     assert 5 < hottest < 8.5
 
 
-def test_narrow_text():
+def test_rank_loads_of_narrow_text_match_measurements():
     covering, lost_entropy, hottest = statistics(replace(QWEN, topics=1))  # measured: 58, 0.154, 8.1
     assert 54 < covering < 66
     assert 0.13 < lost_entropy < 0.18
@@ -85,7 +85,7 @@ def test_persistence_keeps_topics_with_their_sources():
     assert home_share(0.0) == pytest.approx(1 / 4, abs=0.05)
 
 
-def test_drift_changes_topics_between_windows_and_the_router_stays():
+def test_drift_changes_topics_but_not_the_router():
     def topics(drift: float) -> list[tuple[int, ...]]:
         windows = synthetic_windows(replace(SMALL, persistence=1.0, drift=drift), np.random.default_rng(0))
         return [tuple(window.topic_N[:: SMALL.requests].tolist()) for window in islice(windows, 5)]

@@ -33,13 +33,10 @@ from gimbal_jax.cli.serve.toml_file import takes_serve_options
 from gimbal_jax.cli.terminal import console, errors_said, progress_bar
 from gimbal_jax.config import (
     GPU_ENGINE,
-    DispatchConfig,
     EngineConfig,
     MeshConfig,
     ModelConfig,
     NetworkConfig,
-    PlacementConfig,
-    QueueConfig,
     ServerConfig,
 )
 from gimbal_jax.serving.runtime.devices import set_up_devices
@@ -55,6 +52,8 @@ if TYPE_CHECKING:
 @takes_serve_options
 def serve(options: ServeOptions) -> None:
     """Serve MODEL over gRPC, and over OpenAI's HTTP API with --http-port."""
+    from gimbal_jax.model.hub import check_name
+
     if options.model is None:
         raise typer.BadParameter("give a folder or a hub id, here or as `model` in --config", param_hint="MODEL")
     # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
@@ -62,6 +61,7 @@ def serve(options: ServeOptions) -> None:
     with errors_said():
         processes = join_processes(options)
     with ends_at_once(processes), errors_said():
+        check_name(options.model)
         mesh = MeshConfig(options.dp, options.tp)
         devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
         checkpoint = find_checkpoint(options, on_cpu=devices[0].platform == "cpu")
@@ -114,14 +114,9 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
             exchange=options.exchange,
             **{name: value for name in names if (value := getattr(options, name)) is not None},
         ),
-        DispatchConfig(policy=options.dispatch),
-        QueueConfig(policy=options.queue),
-        PlacementConfig(
-            policy=options.placement,
-            window_steps=options.window_steps,
-            min_gain=options.min_gain,
-            smoothing=options.smoothing,
-        ),
+        options.dispatch,
+        options.queue,
+        options.placement,
     )
 
 
@@ -173,7 +168,7 @@ async def serve_checkpoint(
     from gimbal_jax.serving.gateway.gateway import Gateway
     from gimbal_jax.serving.placement.files import CountsDump, PlacementState
     from gimbal_jax.serving.placement.process import PlacementProcess
-    from gimbal_jax.serving.placement.rebalance import move_to
+    from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
     from gimbal_jax.serving.rpc.listen import check_network
     from gimbal_jax.serving.rpc.model_files import load_model_files
     from gimbal_jax.serving.rpc.server import serve as serve_grpc
@@ -212,8 +207,9 @@ async def serve_checkpoint(
         if group is not None:
             mesh = replace(config.mesh, nodes=nodes_of(group.hosts, config.mesh))
             config = replace(config, mesh=mesh)
-        executor = PlacementProcess()
-        server = EngineCore(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
+        on_placement = None if kept is None else kept.keep
+        rebalancer = Rebalancer(model, config, runner, PlacementProcess(), windows=dump, on_placement=on_placement)
+        server = EngineCore(model, config, runner, rebalancer=rebalancer)
         if group is not None:
             group.when_lost(server.abandon)
 
@@ -223,7 +219,7 @@ async def serve_checkpoint(
             warm_up(runner, server.check_warming)
             warm.set()
             if start_LE is not None:
-                move_to(runner, start_LE, config)
+                apply_placement(runner, start_LE, config)
             if server.state == "warming":  # not draining already
                 console.print(f"serving{peak_memory()}")
             gather_pages(runner)
@@ -251,6 +247,9 @@ async def serve_checkpoint(
             )
         finally:
             await asyncio.to_thread(server.stop)
+            for file in (dump, kept):
+                if file is not None:
+                    await asyncio.to_thread(file.close)
         if server.state == "failed":
             console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
             if group is not None:

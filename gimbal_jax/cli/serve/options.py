@@ -1,39 +1,40 @@
-"""Every option of ``gimbal serve`` in one record: its flags and the keys of its configuration file are these fields."""
+"""Every option of ``gimbal serve`` in one record: its fields are the flags and the keys of the configuration file."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
+from gimbal_jax.cli.serve.policy_tables import TABLES, kind_of
 from gimbal_jax.config import (
     GPU_ENGINE,
     MEMORY_UTILISATION,
     DispatchConfig,
-    DispatchPolicy,
     EngineConfig,
     Exchange,
     NetworkConfig,
     PlacementConfig,
-    PlacementPolicy,
     QueueConfig,
-    QueuePolicy,
 )
-from gimbal_jax.serving.runtime.devices import DEVICES_HELP, DTYPE_HELP
 
 DEFAULT_MODEL_LEN = 4096
+DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
+DTYPE_HELP = (
+    "Type of weights, hidden states and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere. "
+    "A CPU that computes in float32 keeps weights stored in bfloat16 in that type, if that is faster."
+)
 
 _model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _operation = (
     partial(typer.Option, rich_help_panel=panel)
     for panel in (
         "Model",
         "Mesh and devices",
-        "Several machines",
+        "Several nodes",
         "Engine",
         "Scheduling",
         "Network",
@@ -45,13 +46,13 @@ _model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _oper
 
 
 def _by_device(limit: str) -> str:
-    """What an engine's limit is where the user says nothing."""
+    """Describe the default of an engine's limit."""
     return f"default {getattr(EngineConfig, limit)} on CPU, {getattr(GPU_ENGINE, limit)} on GPU"
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the user said, or the defaults. Flag and key of a field are its name with dashes."""
+    """Values of the user, or the defaults. Flag and key of a field are its name with dashes."""
 
     model: Annotated[
         str | None,
@@ -80,13 +81,13 @@ class ServeOptions:
         str | None,
         _processes(
             help="HOST:PORT of process 0 for jax.distributed, or `auto` under SLURM, Open MPI and Kubernetes, "
-            "where jax finds it and the next two by itself."
+            "in which jax finds it and the next two by itself."
         ),
     ] = None
-    processes: Annotated[
-        int | None, _processes(min=1, help="Processes that serve together, one or more a machine.")
-    ] = None
-    process: Annotated[int | None, _processes(min=0, help="Which of them this is; 0 leads and takes requests.")] = None
+    processes: Annotated[int | None, _processes(min=1, help="Processes that serve together, one or more a node.")] = (
+        None
+    )
+    process: Annotated[int | None, _processes(min=0, help="Number of this process; 0 leads and takes requests.")] = None
     secret_file: Annotated[
         Path | None, _processes(help="File with a secret that all processes share, at least 16 characters.")
     ] = None
@@ -97,9 +98,13 @@ class ServeOptions:
         ),
     ] = None
     command_cert: Annotated[
-        Path | None, _processes(help="PEM file of the one certificate that followers accept: commands go by TLS.")
+        Path | None, _processes(help="PEM file of the only certificate that followers accept: commands use TLS.")
     ] = None
     command_key: Annotated[Path | None, _processes(help="PEM file of its private key; process 0 needs it.")] = None
+    trusted_network: Annotated[
+        Literal["on", "off"],
+        _processes(help="Allow commands without TLS between hosts: only on a network where every host is trusted."),
+    ] = "off"
 
     max_model_len: Annotated[
         int | None, _engine(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
@@ -114,27 +119,19 @@ class ServeOptions:
     page_size: Annotated[int | None, _engine(min=1, help=f"Tokens per KV page; {_by_device('page_size')}.")] = None
     num_pages: Annotated[
         int | None,
-        _engine(min=1, help=f"KV pages per engine; default what GPU memory holds, {EngineConfig.num_pages} on CPU."),
+        _engine(min=1, help=f"KV pages per engine; default as many as a GPU holds, {EngineConfig.num_pages} on CPU."),
     ] = None
-    max_queue: Annotated[int, _engine(min=1, help="Most waiting requests per engine; one more is refused.")] = (
+    max_queue: Annotated[int, _engine(min=1, help="Most waiting requests per engine; one more is rejected.")] = (
         EngineConfig.max_queue
     )
     prefix_cache: Annotated[
-        Literal["on", "off"], _engine(help="Whether requests share the KV pages of common beginnings.")
+        Literal["on", "off"], _engine(help="Whether requests share the KV pages of common prefixes.")
     ] = "on"
 
-    dispatch: Annotated[DispatchPolicy, _scheduling(help="Which engine gets a request.")] = DispatchConfig.policy
-    queue: Annotated[QueuePolicy, _scheduling(help="Which request an engine runs first.")] = QueueConfig.policy
-    placement: Annotated[PlacementPolicy, _scheduling(help="Which rank holds each expert.")] = PlacementConfig.policy
-    window_steps: Annotated[int, _scheduling(min=1, help="Steps of traffic before each placement decision.")] = (
-        PlacementConfig.window_steps
-    )
-    min_gain: Annotated[
-        float, _scheduling(min=0, max=1, help="Least share of the objective that a new placement must save.")
-    ] = PlacementConfig.min_gain
-    smoothing: Annotated[
-        float, _scheduling(min=0, max=0.99, help="Weight that earlier windows keep in a placement decision.")
-    ] = PlacementConfig.smoothing
+    # Tables of the configuration file; ``policy_tables`` names the fields that have flags.
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     placement_file: Annotated[
         Path | None, _scheduling(help="Start from this .npz file's placement, or its last window's.")
     ] = None
@@ -198,22 +195,34 @@ class ServeOptions:
         _operation(help="http://HOST:PORT of an OTLP collector (gRPC), which gets a span per request."),
     ] = None
     profile_dir: Annotated[
-        Path | None, _operation(help="Folder for profiles that StartProfile asks for; without it they are refused.")
+        Path | None, _operation(help="Folder for profiles that StartProfile asks for; without it they are rejected.")
     ] = None
     drain_timeout: Annotated[float, _operation(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{key_of(field.name)} {value}: must be a finite number")
+                raise ValueError(f"{key_of(name)} {value}: must be a finite number")
 
 
 def key_of(name: str) -> str:
-    """Key of a field in a configuration file, and its flag without the leading dashes."""
+    """Return the key of a field in a configuration file, which is its flag without the leading dashes."""
     return name.replace("_", "-")
 
 
 def hints() -> dict[str, Any]:
-    """Annotated[type, typer's flag] of each field."""
-    return get_type_hints(ServeOptions, include_extras=True)
+    """Return Annotated[type, typer's flag] of each field that is not a table, by name."""
+    every = get_type_hints(ServeOptions, include_extras=True)
+    return {name: hint for name, hint in every.items() if get_origin(hint) is Annotated}
+
+
+def policy_hints() -> dict[str, Any]:
+    """Return Annotated[type, typer's flag] of each flag for a field of a table, by the flag's name."""
+    return {
+        setting.flag: Annotated[
+            kind_of(table, field), _scheduling(help=setting.help, min=setting.low, max=setting.high)
+        ]
+        for table, settings in TABLES.items()
+        for field, setting in settings.items()
+        if setting.flag is not None
+    }

@@ -87,7 +87,10 @@ def load_runner(
     programs = program_cache(options.compile_cache, model, config, devices)
     if programs is not None:
         programs.read_ahead()
-    weights, slots, mesh = load_on_mesh(checkpoint.folder, model, config.mesh, devices, model.weights_dtype)
+    with progress_bar("loading") as progress:
+        weights, slots, mesh = load_on_mesh(
+            checkpoint.folder, model, config.mesh, devices, model.weights_dtype, progress
+        )
     return DeviceRunner(model, config, mesh, weights, slots, model.dtype, programs, followers)
 
 

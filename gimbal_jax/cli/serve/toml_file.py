@@ -6,29 +6,30 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from gimbal_jax.cli.serve.options import ServeOptions, hints, key_of
+from gimbal_jax.cli.serve.options import ServeOptions, hints, key_of, policy_hints
+from gimbal_jax.cli.serve.policy_tables import RECORDS, TABLES, kind_of
 from gimbal_jax.cli.terminal import fail
+
+_RECORDS = "gimbal_jax.records"
+"""Key of the configuration file's tables in typer's context."""
 
 
 def takes_serve_options(command: Callable[[ServeOptions], None]) -> Callable[..., None]:
-    """``command`` for typer: with a flag for each option, ``--config`` and ``--print-config``."""
-    annotations = hints()
+    """Make ``command`` a command for typer, with a flag for each option, ``--config`` and ``--print-config``."""
 
-    def run(*, config: None, print_config: bool, **values: Any) -> None:
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
+    def run(*, context: typer.Context, config: None, print_config: bool, **values: Any) -> None:
         try:
-            options = ServeOptions(**given)
+            options = options_from(values, context.meta.get(_RECORDS, {}))
         except ValueError as error:
             fail(str(error))
         if print_config:
@@ -36,44 +37,86 @@ def takes_serve_options(command: Callable[[ServeOptions], None]) -> Callable[...
         else:
             command(options)
 
+    run.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    """Yield the parameters of ``gimbal serve``."""
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    annotations = hints()
+    for field in dataclasses.fields(ServeOptions):
+        if field.name in annotations:
+            yield keyword(field.name, default=field.default, annotation=_for_typer(annotations[field.name]))
+        else:
+            yield from _policy_parameters(field.name)
     config = typer.Option(
         is_eager=True,
         callback=_take_config,
         help="TOML file with any of these options, without their dashes in front; flags win over it.",
     )
-    show = typer.Option("--print-config", help="Print the options in force as such a file, and serve nothing.")
-    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    parameters = [
-        *(
-            keyword(field.name, default=field.default, annotation=_for_typer(annotations[field.name]))
-            for field in dataclasses.fields(ServeOptions)
-        ),
-        keyword("config", default=None, annotation=Annotated[Path | None, config]),
-        keyword("print_config", default=False, annotation=Annotated[bool, show]),
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+    show = typer.Option("--print-config", help="Print the resulting options as such a file, and serve nothing.")
+    yield keyword("config", default=None, annotation=Annotated[Path | None, config])
+    yield keyword("print_config", default=False, annotation=Annotated[bool, show])
+    yield keyword("context", annotation=typer.Context)
+
+
+def _policy_parameters(table: str) -> Iterator[inspect.Parameter]:
+    """Yield the flags for fields of a table."""
+    annotations = policy_hints()
+    for field, setting in TABLES[table].items():
+        if setting.flag is not None:
+            yield inspect.Parameter(
+                setting.flag,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(RECORDS[table], field),
+                annotation=annotations[setting.flag],
+            )
+
+
+def options_from(values: Mapping[str, Any], records: Mapping[str, Any]) -> ServeOptions:
+    """Return the options of parsed flags. ValueError if a number is not finite.
+
+    Args:
+      values: value of each flag, by name.
+      records: tables of the configuration file, by name; their fields that have flags are replaced by ``values``.
+    """
+    given: dict[str, Any] = {
+        name: tuple(values[name]) if isinstance(values[name], list) else values[name] for name in hints()
+    }
+    for table, settings in TABLES.items():
+        flags = {field: values[setting.flag] for field, setting in settings.items() if setting.flag is not None}
+        given[table] = dataclasses.replace(records.get(table, RECORDS[table]()), **flags)
+    return ServeOptions(**given)
 
 
 def _for_typer(hint: Any) -> Any:
-    """Typer calls several values a list."""
+    """Return the annotation with a list for a tuple of strings, as typer wants several values."""
     kind, *details = get_args(hint)
     return Annotated[list[str], *details] if kind == tuple[str, ...] else hint
 
 
 def _take_config(context: typer.Context, path: Path | None) -> None:
-    """Values of the file become the defaults of this call."""
+    """Make the values of the file the defaults of this call."""
     if path is None:
         return
     try:
-        context.default_map = read_config(path)
+        values = read_config(path)
     except (ValueError, OSError) as error:
         fail(str(error))
+    records = {table: values.pop(table) for table in TABLES if table in values}
+    context.meta[_RECORDS] = records
+    context.default_map = values | {
+        setting.flag: getattr(record, field)
+        for table, record in records.items()
+        for field, setting in TABLES[table].items()
+        if setting.flag is not None
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Values of a configuration file by field.
+    """Return the values of a configuration file by field of ``ServeOptions``; tables are records.
 
     Raises ValueError that names the file, the key and what is allowed, OSError if the file cannot be read.
     """
@@ -84,20 +127,55 @@ def read_config(path: Path) -> dict[str, Any]:
     fields = {key_of(name): (name, *get_args(hint)) for name, hint in hints().items()}
     values = {}
     for key, value in table.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            guess = f" (is it {near[0]}?)" if near else ""
-            raise ValueError(f"{path}: unknown key {key!r}{guess}; there are {', '.join(fields)}")
-        name, kind, info = fields[key]
-        if wanted := _refusal(value, kind, info.min, info.max):
-            shown = "{...}" if isinstance(value, dict) else _toml_value(value)
-            raise ValueError(f"{path}: {key} = {shown}: must be {wanted}")
-        values[name] = value
+        if key in TABLES:
+            values[key] = _read_table(path, key, value)
+        elif key in fields:
+            name, kind, info = fields[key]
+            _check_value(path, key, value, kind, info.min, info.max)
+            values[name] = value
+        else:
+            raise ValueError(f"{path}: {_unknown(key, [*fields, *TABLES])}")
     return values
 
 
-def _refusal(value: object, kind: Any, low: float | None, high: float | None) -> str | None:
-    """What a field takes, if it does not take this value of a file."""
+def _read_table(path: Path, table: str, values: object) -> Any:
+    """Return the record of a table. ValueError if it is not one of its fields and values."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: {table} = {_toml_value(values)}: must be a table, as [{table}] with policy = ...")
+    fields = {key_of(name): name for name in TABLES[table]}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ValueError(f"{path}: {_unknown(key, list(fields), table)}")
+        name, setting = fields[key], TABLES[table][fields[key]]
+        kind = kind_of(table, name)
+        _check_value(path, f"{table}.{key}", value, kind, setting.low, setting.high)
+        if value in (math.inf, -math.inf):
+            raise ValueError(f"{path}: {table}.{key} = {value}: must be a finite number")
+        found[name] = float(value) if kind is float else value
+    return RECORDS[table](**found)
+
+
+def _unknown(key: str, known: list[str], table: str | None = None) -> str:
+    """Describe an unknown key, with the one that may be meant."""
+    name = f"{table}.{key}" if table else key
+    homes = [home for home, settings in TABLES.items() if key in map(key_of, settings) and home != table]
+    near = difflib.get_close_matches(key, known, 1)
+    if homes and not near:
+        return f"unknown key {name!r}: it belongs to the table [{homes[0]}]"
+    guess = f" (is it {near[0]}?)" if near else ""
+    return f"unknown key {name!r}{guess}; there are {', '.join(known)}"
+
+
+def _check_value(path: Path, key: str, value: object, kind: Any, low: float | None, high: float | None) -> None:
+    """Raise ValueError if a field of this type and range does not take the value."""
+    if wanted := _allowed(value, kind, low, high):
+        shown = "{...}" if isinstance(value, dict) else _toml_value(value)
+        raise ValueError(f"{path}: {key} = {shown}: must be {wanted}")
+
+
+def _allowed(value: object, kind: Any, low: float | None, high: float | None) -> str | None:
+    """Return the values that a field takes, if it does not take this one; else None."""
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is Literal:
@@ -115,8 +193,8 @@ def _refusal(value: object, kind: Any, low: float | None, high: float | None) ->
 
 
 def to_toml(options: ServeOptions) -> str:
-    """The options as a configuration file that gives them again; what is not set is a comment."""
-    return "\n".join(_toml_lines(options)) + "\n"
+    """Return a configuration file that gives these options; keys without a value are comments."""
+    return "\n".join((*_toml_lines(options), *_table_lines(options))) + "\n"
 
 
 def _toml_lines(options: ServeOptions) -> Iterator[str]:
@@ -127,12 +205,19 @@ def _toml_lines(options: ServeOptions) -> Iterator[str]:
             panel = info.rich_help_panel
             yield f"\n# {panel}"
         value = getattr(options, name)
-        yield f"\n# {info.help}{_choices(hint)}"
+        yield f"\n# {info.help}{_choices(get_args(hint)[0])}"
         yield f"# {key_of(name)} =" if value is None else f"{key_of(name)} = {_toml_value(value)}"
 
 
-def _choices(hint: Any) -> str:
-    kind = get_args(hint)[0]
+def _table_lines(options: ServeOptions) -> Iterator[str]:
+    for table, settings in TABLES.items():
+        yield f"\n[{table}]"
+        for name, setting in settings.items():
+            yield f"\n# {setting.help}{_choices(kind_of(table, name))}"
+            yield f"{key_of(name)} = {_toml_value(getattr(getattr(options, table), name))}"
+
+
+def _choices(kind: Any) -> str:
     return f" One of {', '.join(get_args(kind))}." if get_origin(kind) is Literal else ""
 
 

@@ -6,8 +6,8 @@ with their results, perhaps after the next ``schedule``. Nothing here knows abou
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
 from gimbal_jax.serving.engine.pages import PageNews, PagePool
-from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
+from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, Waiting
 from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, TokenLogprobs
@@ -25,13 +25,13 @@ from gimbal_jax.serving.engine.rows import Rows
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
 
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A plan whose results are not known yet, with who had its rows (see ``Rows.owner_R``)."""
+class Owners(NamedTuple):
+    """The stays that a plan's rows belonged to when it was scheduled (see ``Rows.owner_R``)."""
 
-    plan: Plan
     owner_D: np.ndarray
+    """int64, for each decode row."""
     owner_C: list[int]
+    """For each prefill chunk."""
 
 
 class Engine:
@@ -62,7 +62,6 @@ class Engine:
         self._running: dict[RequestId, Sequence] = {}
         self._constrained: dict[RequestId, Sequence] = {}
         """Those that run and have a grammar."""
-        self._in_flight: deque[_InFlight] = deque()
         self._seen = 0
 
     @property
@@ -122,8 +121,7 @@ class Engine:
         return True
 
     def fail_all(self, reason: str) -> list[TokenDelta]:
-        """End every request with an error, and expect no more results."""
-        self._in_flight.clear()
+        """End every request with an error."""
         ids = [sequence.request.id for sequence in self._rows.running] + self._waiting.ids()
         return [self._fail(request_id, reason) for request_id in ids]
 
@@ -138,28 +136,26 @@ class Engine:
         # Pages are short after a preemption: letting a sequence in would only cause the next one.
         admit = self.preemptions == preemptions
         prefill, tiles = self._schedule_prefill(now, len(decode), admit)
-        plan = Plan(decode, prefill, tiles)
-        if plan.tokens:
-            owner_R = self._rows.owner_R
-            owner_C = [int(owner_R[chunk.row]) for chunk in prefill]
-            self._in_flight.append(_InFlight(plan, owner_R[decode.row_D], owner_C))
-        return plan
+        return Plan(decode, prefill, tiles, wanted_logprobs(decode, prefill))
 
-    def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
-        """Take in what came of a plan, in the order of ``schedule``; ended sequences free their pages.
+    def owners(self, plan: Plan) -> Owners:
+        """Return whose the rows of a plan are; call it before the next request is cancelled or scheduled."""
+        owner_R = self._rows.owner_R
+        return Owners(owner_R[plan.decode.row_D], [int(owner_R[chunk.row]) for chunk in plan.prefill])
 
-        A plan without tokens need not come here. Who has lost its row since ``schedule`` is passed over: its request
-        was cancelled, has ended, or was preempted and will choose the same token again.
+    def commit(self, plan: Plan, owners: Owners, result: StepResult) -> list[TokenDelta]:
+        """Process the results of a plan, in the order of ``schedule``; ended sequences free their pages.
+
+        Plans without tokens may be skipped. Results for rows that changed their owner since ``schedule`` are ignored:
+        the request was cancelled, has ended, or was preempted and will choose the same token again.
         """
         if not plan.tokens:
             return []
-        flight = self._in_flight.popleft()
-        assert flight.plan is plan, "plans are committed in order"
         self.tokens_computed += plan.tokens
         self.prefill_tokens += plan.tokens - len(plan.decode)
-        outputs = self._commit_decode(flight, result)
+        outputs = self._commit_decode(plan.decode, owners.owner_D, result)
         rows = self._rows
-        for chunk, owner, token in zip(plan.prefill, flight.owner_C, result.token_C.tolist(), strict=True):
+        for chunk, owner, token in zip(plan.prefill, owners.owner_C, result.token_C.tolist(), strict=True):
             sequence = rows.sequence_R[chunk.row]
             if sequence is None or rows.owner_R[chunk.row] != owner:
                 continue
@@ -364,10 +360,10 @@ class Engine:
     def _publish(self, row: int) -> None:
         publish_pages(self._pool, self._rows, row, self._config.page_size)
 
-    def _commit_decode(self, flight: _InFlight, result: StepResult) -> list[TokenDelta]:
-        rows, decode = self._rows, flight.plan.decode
+    def _commit_decode(self, decode: DecodeRows, owner_D: np.ndarray, result: StepResult) -> list[TokenDelta]:
+        rows = self._rows
         row_D, at_D, token_D = decode.row_D, decode.start_D + 1, result.token_D
-        own_D = rows.owner_R[row_D] == flight.owner_D
+        own_D = rows.owner_R[row_D] == owner_D
         if not own_D.all():
             row_D, at_D, token_D = row_D[own_D], at_D[own_D], token_D[own_D]
         rows.learn(row_D, at_D, token_D)

@@ -1,28 +1,30 @@
-"""jax's devices as the user names them, and weights on a mesh of them."""
+"""The devices of jax that the user chooses, and weights on a mesh of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gimbal_jax.cli.terminal import progress_bar
 from gimbal_jax.config import MEMORY_UTILISATION, MeshConfig, ModelConfig
 
 if TYPE_CHECKING:
     import jax
 
-DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
-DTYPE_HELP = (
-    "Type of weights, hidden states and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere. "
-    "Where a CPU computes in float32, it keeps weights that are stored in bfloat16 so, if that is faster."
-)
-
 
 def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = MEMORY_UTILISATION) -> list[jax.Device]:
-    """Choose jax's devices, enough for the mesh, and their memory; must come before anything else uses jax.
+    """Choose jax's devices, enough for the mesh, and their memory. Call it before anything else uses jax.
 
-    Where several processes have joined they are those of all of them, and the mesh must take them all: who has no part
-    in a step cannot follow it.
+    If several processes have joined, the devices are those of all processes, and the mesh must take them all, because
+    a process without a part in a step cannot follow it.
+
+    Args:
+      devices: ``auto``, ``gpu``, ``cpu`` or ``cpu:N``.
+      mesh: dp * tp devices are needed.
+      memory_utilisation: share of each GPU's memory that jax takes.
+
+    Raises:
+      ValueError: an unknown text, or too few devices.
     """
     import jax
 
@@ -33,7 +35,7 @@ def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = M
         jax.config.update("jax_platforms", {"gpu": "cuda", "cpu": "cpu"}[platform])
     if count:
         jax.config.update("jax_num_cpu_devices", int(count))
-    # Only GPUs heed this. jax takes their memory at once when it starts, and would take a share of its own choice.
+    # Only GPUs obey this. jax takes their memory at once when it starts, and would take a share of its own choice.
     jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": memory_utilisation})
     try:
         available = jax.devices()
@@ -49,12 +51,17 @@ def set_up_devices(devices: str, mesh: MeshConfig, memory_utilisation: float = M
 
 
 def load_on_mesh(
-    folder: Path, model: ModelConfig, mesh_config: MeshConfig, devices: list[jax.Device], dtype: str
+    folder: Path,
+    model: ModelConfig,
+    mesh_config: MeshConfig,
+    devices: list[jax.Device],
+    dtype: str,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Any, Any, jax.sharding.Mesh]:
-    """(weights, slot_of_expert_LE, mesh) with a progress bar."""
+    """Return (weights, slot_of_expert_LE, mesh) of a checkpoint; ``progress`` as in ``load_weights``."""
     from gimbal_jax.model.loading import load_weights
     from gimbal_jax.model.sharding import make_mesh
 
     mesh = make_mesh(mesh_config, devices)
-    with progress_bar("loading") as progress:
-        return *load_weights(folder, model, mesh, dtype, progress), mesh
+    listener = {} if progress is None else {"progress": progress}
+    return *load_weights(folder, model, mesh, dtype, **listener), mesh

@@ -27,12 +27,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.serving.agreement import PACKAGE, PACKAGES, installed_version, sources_digest
+from gimbal_jax.serving.runtime.environment import PACKAGE, PACKAGES, installed_version, sources_digest
 
 MAX_BYTES = 2 * 2**30
 """Of all programs in a folder; those of the configurations that were not used for longest go first."""
 UNRELATED_SETTINGS = ("cache", "log", "dump", "traceback", "pprint", "debug_leaked", "report")
 """Parts of names of jax's settings that change no program."""
+DEVICE_SETTINGS = ("jax_platforms", "jax_num_cpu_devices")
+"""jax's settings that choose devices: the list of devices is in the key instead."""
+SOURCES = ("model", "pallas_kernels", "serving/runtime")
+"""Folders of this package that compiled code depends on, next to ``config.py``."""
 SUFFIX = ".program"
 """Of whole files; those being written have none."""
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -41,9 +45,9 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: Sequence[jax.Device]) -> str:
     """Digest of all that the programs of a server follow from: another key may mean another program, the same cannot.
 
-    That is: settings of model, engine and mesh; every file of this package; versions of what makes a program; jax's
-    and XLA's settings (XLA's flags with them); the devices, whose they are and which process asks; and features and
-    number of the host's processors.
+    That is: settings of model, engine and mesh; the files of this package that compiled code depends on; versions of
+    what makes a program; jax's and XLA's settings (XLA's flags with them); the devices, whose they are and which
+    process asks; and features and number of the host's processors.
     """
     client = devices[0].client
     facts = (
@@ -53,8 +57,9 @@ def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: 
         config.placement.rows_per_pair,
         str(dtype),
         [installed_version(name) for name in PACKAGES],
-        sources_digest(PACKAGE),
-        {n: str(v) for n, v in sorted(jax.config.values.items()) if not any(part in n for part in UNRELATED_SETTINGS)},
+        hashlib.sha256((PACKAGE / "config.py").read_bytes()).hexdigest(),
+        [sources_digest(PACKAGE / folder) for folder in SOURCES],
+        _settings(jax.config.values),
         hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest(),
         [(device.id, device.device_kind, device.process_index) for device in devices],
         (jax.process_index(), jax.process_count()),
@@ -62,6 +67,15 @@ def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: 
         hashlib.sha256(topologies.get_attached_topology(client.platform).serialize()).hexdigest(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return jax's settings that may change a program."""
+    return {
+        name: str(value)
+        for name, value in sorted(values.items())
+        if name not in DEVICE_SETTINGS and not any(part in name for part in UNRELATED_SETTINGS)
+    }
 
 
 def _processors() -> int:

@@ -12,7 +12,7 @@ from gimbal_jax.cli.serve import command as serve_cli
 from gimbal_jax.cli.serve.command import find_checkpoint, gateway_config, network_config, server_config
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.serve.setup import program_cache
-from gimbal_jax.config import GPU_ENGINE, EngineConfig, NetworkConfig
+from gimbal_jax.config import GPU_ENGINE, DispatchConfig, EngineConfig, NetworkConfig, PlacementConfig, QueueConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.runtime.programs import compile_programs
 
@@ -37,13 +37,11 @@ def test_sequences_are_no_longer_than_the_model_s_positions():
 
 
 def test_policies_arrive():
-    options = ServeOptions(
-        dispatch="late", queue="fcfs", placement="eplb", window_steps=3, min_gain=0.5, smoothing=0.25
-    )
+    dispatch, queue = DispatchConfig("late", high_kv=0.5), QueueConfig("fcfs")
+    placement = PlacementConfig("eplb", window_steps=3, rows_per_pair=1)
+    options = ServeOptions(dispatch=dispatch, queue=queue, placement=placement)
     config = server_config(options, MODEL, on_gpu=False)
-    placement = config.placement
-    assert (config.dispatch.policy, config.queue.policy, placement.policy) == ("late", "fcfs", "eplb")
-    assert (placement.window_steps, placement.min_gain, placement.smoothing) == (3, 0.5, 0.25)
+    assert (config.dispatch, config.queue, config.placement) == (dispatch, queue, placement)
 
 
 def test_the_network_has_the_options_of_the_same_names():

@@ -15,7 +15,7 @@ def stayed(transitions_LEE: np.ndarray, rank_LE: np.ndarray) -> int:
     return int((transitions_LEE * same_LEE).sum())
 
 
-def test_worked_example():
+def test_moetuner_worked_example():
     # Layer 0 packs {0, 3} and {1, 2}, layer 1 {0, 1} and {2, 3}. 5 + 1 tokens go from {0, 3} to {2, 3} and from {1, 2}
     # to {0, 1}, only 4 from {0, 3} to {0, 1}: so {2, 3} goes to rank 0 and {0, 1} to rank 1.
     load_LE = np.array([[8, 4, 4, 1], [6, 1, 5, 2]])
@@ -50,6 +50,6 @@ def test_equals_brute_force_over_all_orders_of_the_clusters(layers, ranks, slots
     assert stayed(transitions_LEE, rank_LE) == best
 
 
-def test_a_profile_of_another_shape():
+def test_rejects_a_profile_of_another_shape():
     with pytest.raises(ValueError, match=r"transitions must be \(1, 4, 4\), not \(2, 4, 4\)"):
         moetuner_placement(np.ones((2, 4)), np.ones((2, 4, 4)), 2)

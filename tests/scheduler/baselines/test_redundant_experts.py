@@ -8,7 +8,7 @@ from gimbal_jax.scheduler.eplb import packed_rank_LE
 from tests.scheduler.windows import traffic
 
 
-def test_published_example():
+def test_equals_the_published_example():
     # github.com/deepseek-ai/EPLB, README, "Interface and Example": two layers of 12 experts with 16 replicas,
     # in 4 groups on 2 nodes with 4 GPUs each.
     load_LE = np.array(
@@ -38,7 +38,7 @@ def test_replicas_worked_example():
 
 
 @given(traffic(), st.integers(0, 3))
-def test_every_expert_has_its_replicas_and_none_could_be_better_used(case, redundant_per_rank):
+def test_every_expert_has_a_slot_and_replicas_go_to_the_highest_load(case, redundant_per_rank):
     counts_LSE, _, ranks = case
     load_LE = counts_LSE.sum(axis=1)
     experts = load_LE.shape[1]
@@ -63,6 +63,6 @@ def test_every_expert_has_its_replicas_and_none_could_be_better_used(case, redun
         ({"slots": 12, "ranks": 6, "groups": 4, "nodes": 4}, "6 ranks cannot be split into 4"),
     ],
 )
-def test_sizes_that_do_not_divide(sizes, message):
+def test_rejects_sizes_that_do_not_divide(sizes, message):
     with pytest.raises(ValueError, match=message):
         replicated_placement(np.ones((1, 8), np.int64), **sizes)

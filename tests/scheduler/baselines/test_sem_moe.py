@@ -33,7 +33,7 @@ def best_local(counts_NLE: np.ndarray, sources: int) -> int:
     return best
 
 
-def test_worked_example():
+def test_sem_moe_worked_example():
     # Requests 0 and 3 use experts 0 and 1, requests 1 and 2 the others, but for a token.
     counts_NLE = np.array([[[5, 4, 0, 1]], [[0, 0, 7, 2]], [[0, 0, 3, 3]], [[6, 2, 0, 0]]])
     plan = sem_moe_plan(counts_NLE, 2, 2, np.random.default_rng(0))
@@ -56,7 +56,7 @@ def test_nearly_always_reaches_brute_force_on_small_cases():
     assert min(share for share in shares if share) >= 0.9
 
 
-def test_stands_still_where_neither_step_gains():
+def test_converges_when_neither_step_gains():
     rng = np.random.default_rng(0)
     counts_NLE = rng.integers(0, 9, size=(12, 3, 8))
     plan = sem_moe_plan(counts_NLE, 2, 2, rng, starts=1)
@@ -70,7 +70,7 @@ def test_stands_still_where_neither_step_gains():
 
 
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2**32 - 1))
-def test_plans_keep_their_limits_and_say_what_they_achieve(requests, sources, tp, slots, seed):
+def test_plans_keep_their_limits_and_report_the_local_share(requests, sources, tp, slots, seed):
     rng = np.random.default_rng(seed)
     ranks = sources * tp
     counts_NLE = rng.integers(0, 9, size=(requests, 2, ranks * slots))
@@ -82,7 +82,7 @@ def test_plans_keep_their_limits_and_say_what_they_achieve(requests, sources, tp
         assert plan.local_share == pytest.approx(1 - remote_share(counts_LSE, plan.slot_of_expert_LE, ranks))
 
 
-def test_topics_come_together_and_experts_with_them():
+def test_requests_of_a_topic_share_an_engine_with_their_experts():
     config = WindowConfig(layers=4, experts=32, experts_per_token=4, topics=2, requests=20)
     window = next(synthetic_windows(config, np.random.default_rng(3)))
     plan = sem_moe_plan(window.counts_NLE, 2, 4, np.random.default_rng(0))
@@ -95,6 +95,6 @@ def test_topics_come_together_and_experts_with_them():
     assert imbalance_L(halves_LSE, plan.slot_of_expert_LE, 4).max() < 2 * 1.1
 
 
-def test_ranks_that_do_not_divide():
+def test_rejects_ranks_that_do_not_divide():
     with pytest.raises(ValueError, match="3 ranks cannot be split over 2 sources"):
         sem_moe_plan(np.ones((2, 1, 6), int), 2, 3, np.random.default_rng(0))

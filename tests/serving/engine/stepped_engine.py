@@ -1,11 +1,11 @@
 """An engine and its model, step by step."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, QueueConfig
-from gimbal_jax.serving.engine.engine import Engine
+from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.plan import Plan, StepResult
 from gimbal_jax.serving.engine.request import RequestId, TokenDelta
 from tests.serving.engine.paged_model import PagedModel
@@ -22,6 +22,7 @@ class Planned:
     """A plan, and whose its parts are: (request id, tokens)."""
 
     plan: Plan
+    owners: Owners
     decode: list[tuple[RequestId, int]]
     prefill: list[tuple[RequestId, int]]
 
@@ -34,14 +35,19 @@ def schedule(engine: Engine, now: float = 0.0) -> Planned:
     plan, names = engine.schedule(now), engine._rows.request_id_R
     return Planned(
         plan,
+        engine.owners(plan),
         [(names[row], 1) for row in plan.decode.row_D],
         [(names[chunk.row], len(chunk.tokens)) for chunk in plan.prefill],
     )
 
 
-def step(engine: Engine, model: PagedModel, now: float = 0.0) -> tuple[Planned, list[TokenDelta]]:
+def commit(engine: Engine, planned: Planned, result: StepResult) -> list[TokenDelta]:
+    return engine.commit(planned.plan, planned.owners, result)
+
+
+def step(engine: Engine, model: Callable[[Plan], StepResult], now: float = 0.0) -> tuple[Planned, list[TokenDelta]]:
     planned = schedule(engine, now)
-    return planned, engine.commit(planned.plan, model(planned.plan))
+    return planned, commit(engine, planned, model(planned.plan))
 
 
 def run(engine: Engine, config: EngineConfig, most: int = 500) -> Iterator[tuple[Planned, list[TokenDelta]]]:
@@ -59,7 +65,7 @@ class Ahead:
 
     def __init__(self, engine: Engine, model: PagedModel, ahead: int) -> None:
         self.engine, self.model, self.ahead = engine, model, ahead
-        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self.in_flight: deque[tuple[Planned, StepResult]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -70,7 +76,7 @@ class Ahead:
         outputs = self._fetch() if self.engine.waits_for_tokens else []
         planned = schedule(self.engine, now)
         if planned.plan.tokens:
-            self.in_flight.append((planned.plan, self.model(planned.plan)))
+            self.in_flight.append((planned, self.model(planned.plan)))
         if len(self.in_flight) > self.ahead or (self.in_flight and not planned.plan.tokens):
             outputs += self._fetch()
         return planned, outputs
@@ -85,7 +91,7 @@ class Ahead:
         raise AssertionError(f"still busy after {most} steps")
 
     def _fetch(self) -> list[TokenDelta]:
-        return self.engine.commit(*self.in_flight.popleft())
+        return commit(self.engine, *self.in_flight.popleft())
 
 
 def result(outputs: Iterable[TokenDelta], request_id: RequestId) -> tuple[tuple[int, ...], str | None]:

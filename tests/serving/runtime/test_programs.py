@@ -275,7 +275,23 @@ def test_the_key_follows_from_all_that_makes_a_program(monkeypatch, tmp_path):
     keys.add(programs_key(MODEL, config, "float32", devices))
     monkeypatch.undo()
     monkeypatch.setattr(programs, "PACKAGE", tmp_path)
-    for text in ("x = 1", "x = 2"):
-        (tmp_path / "model.py").write_text(text)
-        keys.add(programs_key(MODEL, config, "float32", devices))
-    assert len(keys) == 11
+    for folder in ("model", "serving/runtime", "serving/rpc"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "config.py").write_text("x = 1")
+    changed = ("config.py", "model/moe.py", "serving/runtime/batch.py")
+    for path in changed:
+        (tmp_path / path).write_text("x = 2")
+        keys.add(key := programs_key(MODEL, config, "float32", devices))
+    assert len(keys) == 9 + len(changed)
+    (tmp_path / "serving/rpc/server.py").write_text("x = 2")
+    assert programs_key(MODEL, config, "float32", devices) == key, "no compiled code depends on it"
+
+
+def test_settings_that_choose_devices_are_not_in_the_key():
+    """The list of devices is: one CPU device is the same by ``auto`` and by ``cpu:1``."""
+    chosen = {"jax_platforms": "cpu", "jax_num_cpu_devices": 1}
+    assert chosen.keys() <= jax.config.values.keys()
+    assert programs._settings(jax.config.values | chosen) == programs._settings(
+        jax.config.values | dict.fromkeys(chosen)
+    )
+    assert "jax_default_matmul_precision" in programs._settings(jax.config.values)

@@ -15,8 +15,9 @@ from gimbal_jax.config import (
     RopeConfig,
     ServerConfig,
 )
-from gimbal_jax.serving import agreement
-from gimbal_jax.serving.agreement import MAX_LENGTH, differences, facts_of, sources_digest
+from gimbal_jax.serving.cluster import agreement
+from gimbal_jax.serving.cluster.agreement import MAX_LENGTH, differences, facts_of
+from gimbal_jax.serving.runtime.environment import sources_digest
 
 MODEL = ModelConfig(64, 16, 32, 200, 2, 1, 8, 4, 2, 8, tuple(range(200)))
 FACTS = facts_of(MODEL, ServerConfig(), "3fa2", {"save": None, "dtype": "auto"})
