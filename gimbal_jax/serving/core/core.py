@@ -18,7 +18,7 @@ from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.request import Request, TokenDelta, reason_of
+from gimbal_jax.serving.engine.request import Request, RequestId, TokenDelta, reason_of
 from gimbal_jax.serving.engine.runner import Pending, Runner
 from gimbal_jax.serving.engine.status import StepStatus
 from gimbal_jax.serving.placement.rebalance import Rebalancer
@@ -48,7 +48,7 @@ class TickNews:
 
     now: float
     """Time of the tick, on the core's clock."""
-    bound: Sequence[tuple[str, Decision]] = ()
+    bound: Sequence[tuple[RequestId, Decision]] = ()
     """(request id, decision) for requests that were submitted without an engine."""
     pages: Sequence[PageNews] = ()
     """Changes of the prefix caches, at most one for each engine."""
@@ -71,7 +71,7 @@ class EngineCore:
         """
         self.model, self.config = model, config
         self._listeners: tuple[Callable[[TickNews], None], ...] = ()
-        self._bound: list[tuple[str, Decision]] = []
+        self._bound: list[tuple[RequestId, Decision]] = []
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
@@ -89,7 +89,7 @@ class EngineCore:
         self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
         self._wake = threading.Condition()  # guards the five below
         self._inbox: deque[Request] = deque()
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[RequestId] = deque()
         self._waiting = [0] * len(self._queues)  # in each queue, or in the inbox on the way to it
         self._flush = False
         self._stopping = False
@@ -137,7 +137,7 @@ class EngineCore:
             self._inbox.append(request)
             self._wake.notify()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: RequestId) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored."""
         with self._wake:
             self._cancelled.append(request_id)

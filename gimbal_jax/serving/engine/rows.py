@@ -8,6 +8,7 @@ import numpy as np
 
 from gimbal_jax.config import MAX_STOP_IDS, EngineConfig
 from gimbal_jax.serving.engine.plan import ON_DEVICE, SAMPLING_COLUMNS, DecodeRows, pack_sampling
+from gimbal_jax.serving.engine.request import RequestId
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
 NEVER = np.iinfo(np.int32).max
@@ -24,7 +25,7 @@ class Rows:
     def __init__(self, config: EngineConfig) -> None:
         rows, self._page_size = config.max_rows, config.page_size
         self.sequence_R: list[Sequence | None] = [None] * rows
-        self.request_id_R = [""] * rows
+        self.request_id_R: list[RequestId] = [""] * rows
         self.owner_R = np.zeros(rows, np.int64)
         """A number of its own for each stay of a sequence in a row; 0 is no one's."""
         self.tokens_RN = np.zeros((rows, config.max_model_len), np.int32)
