@@ -22,6 +22,7 @@ from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
@@ -151,7 +152,8 @@ class _Simulation:
             overlapped=system.migration == "overlapped",
             on_time=self._observe,
         )
-        self._server = EngineCore(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
+        rebalancer = Rebalancer(model, config, self._runner, decisions)
+        self._server = EngineCore(model, config, self._runner, lambda: clock.now, rebalancer)
         self._server.subscribe(self._deliver)
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
@@ -265,12 +267,12 @@ class _Simulation:
             remote_share=runner.remote_pairs / max(runner.pairs, 1),
             far_share=runner.far_pairs / max(runner.pairs, 1),
             far_bytes=runner.far_bytes,
-            placements=status.placements,
-            experts_moved=status.experts_moved,
-            bytes_moved=status.bytes_moved,
+            placements=status.placement.records,
+            experts_moved=status.placement.totals.experts_moved,
+            bytes_moved=status.placement.totals.bytes_moved,
             preemptions=status.preemptions,
-            tokens_computed=sum(status.tokens_computed_S),
-            counts_LSE=status.total_counts_LSE,
-            slot_of_expert_LE=status.slot_of_expert_LE,
+            tokens_computed=sum(engine.tokens_computed for engine in status.engines),
+            counts_LSE=status.placement.total_counts_LSE,
+            slot_of_expert_LE=status.placement.slot_of_expert_LE,
             outside=dict(self._costs.outside),
         )

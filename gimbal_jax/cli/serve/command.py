@@ -168,7 +168,7 @@ async def serve_checkpoint(
     from gimbal_jax.serving.gateway.gateway import Gateway
     from gimbal_jax.serving.placement.files import CountsDump, PlacementState
     from gimbal_jax.serving.placement.process import PlacementProcess
-    from gimbal_jax.serving.placement.rebalance import move_to
+    from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
     from gimbal_jax.serving.rpc.listen import check_network
     from gimbal_jax.serving.rpc.model_files import load_model_files
     from gimbal_jax.serving.rpc.server import serve as serve_grpc
@@ -207,8 +207,9 @@ async def serve_checkpoint(
         if group is not None:
             mesh = replace(config.mesh, nodes=nodes_of(group.hosts, config.mesh))
             config = replace(config, mesh=mesh)
-        executor = PlacementProcess()
-        server = EngineCore(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
+        on_placement = None if kept is None else kept.keep
+        rebalancer = Rebalancer(model, config, runner, PlacementProcess(), windows=dump, on_placement=on_placement)
+        server = EngineCore(model, config, runner, rebalancer=rebalancer)
         if group is not None:
             group.when_lost(server.abandon)
 
@@ -218,7 +219,7 @@ async def serve_checkpoint(
             warm_up(runner, server.check_warming)
             warm.set()
             if start_LE is not None:
-                move_to(runner, start_LE, config)
+                apply_placement(runner, start_LE, config)
             if server.state == "warming":  # not draining already
                 console.print(f"serving{peak_memory()}")
             gather_pages(runner)
@@ -246,6 +247,9 @@ async def serve_checkpoint(
             )
         finally:
             await asyncio.to_thread(server.stop)
+            for file in (dump, kept):
+                if file is not None:
+                    await asyncio.to_thread(file.close)
         if server.state == "failed":
             console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
             if group is not None:

@@ -223,7 +223,7 @@ def command_tls(processes: Processes, options: ServeOptions) -> ssl.SSLContext |
 
     Raise ValueError that names the field of a bad file.
     """
-    from gimbal_jax.serving.network.certificates import pinned_context, server_context
+    from gimbal_jax.serving.network.tls import pinned_context, server_context
 
     if options.command_cert is None:
         return None

@@ -17,7 +17,7 @@ from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
 from gimbal_jax.serving.engine.pages import PageNews, PagePool
-from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
+from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, Waiting
 from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -136,7 +136,7 @@ class Engine:
         # Pages are short after a preemption: letting a sequence in would only cause the next one.
         admit = self.preemptions == preemptions
         prefill, tiles = self._schedule_prefill(now, len(decode), admit)
-        return Plan(decode, prefill, tiles)
+        return Plan(decode, prefill, tiles, wanted_logprobs(decode, prefill))
 
     def owners(self, plan: Plan) -> Owners:
         """Return whose the rows of a plan are; call it before the next request is cancelled or scheduled."""
