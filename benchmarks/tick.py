@@ -29,9 +29,9 @@ from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
 from gimbal_jax.serving.engine.runner import Lap, Pending
-from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets
+from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
 """Of Qwen3-30B-A3B."""
@@ -68,14 +68,14 @@ class InstantRunner:
         self.slot_of_expert_LE = static_placement(LAYERS, EXPERTS, config.mesh.ranks)
         self._engine, self._step_s = config.engine, step_s
         self._buckets = step_buckets(config.engine, config.mesh.tp)
-        self._blank = blank(config.engine, VOCABULARY, config.mesh.dp)
+        self._defaults = default_rare_inputs(config.engine, VOCABULARY, config.mesh.dp)
         self._done = 0.0
         """When the last step enqueued will be done."""
         self._windows_LSE = itertools.cycle(windows_LSE)
 
     def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
         shape = step_shape(self._engine, bucket_for(plans, self._buckets))
-        stack(plans, shape, self._blank)
+        pack_step(plans, shape, self._defaults)
         lap("batch")
         done = self._done = max(self._done, time.perf_counter()) + self._step_s
 
@@ -83,7 +83,7 @@ class InstantRunner:
             if (left := done - time.perf_counter()) > 0:
                 time.sleep(left)
             outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
-            return [results_of(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+            return [unpack_results(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
 
         return pending
 
@@ -129,9 +129,9 @@ class Clients:
         self._server, self._load = server, load
         self._serial = itertools.count()
         self._sent = [0] * len(server.engines)
-        self._engine_of: dict[str, int] = {}
+        self._engine_of: dict[RequestId, int] = {}
         server.subscribe(self._take)
-        self._ended: list[str] = []
+        self._ended: list[RequestId] = []
         for engine in range(len(server.engines)):
             for place in range(running + load.waiting):
                 # The first ones end one after the other, as later ones do.
@@ -151,8 +151,8 @@ class Clients:
         prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
-        self._engine_of[str(serial)] = engine
-        self._server.submit(Request(str(serial), prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._engine_of[serial] = engine
+        self._server.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
             with loaded_server(engines, rows, load) as (server, clients):
                 tick_seconds(server, clients, 20)
                 seconds = tick_seconds(server, clients, ticks)
-                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().phases}
+                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().steps.phases}
             tick = [1e3 * float(value) for value in (seconds.mean(), *np.percentile(seconds, (50, 99)))]
             found.append({"load": load.name, "engines": engines, "tick": tick, **phases})
             console.print(f"{load.name}, {engines} engines: {tick[1]:.2f} ms")

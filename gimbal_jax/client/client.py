@@ -13,7 +13,6 @@ import hashlib
 import io
 import zipfile
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
@@ -41,7 +40,6 @@ from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.serving.text.tokenizer import FILES, Tokenizer
@@ -198,7 +196,7 @@ class GimbalClient:
     async def save_counts(self, path: Path, scope: Literal["window", "total"] = "window") -> None:
         """Write ``counts`` and the current placement to a counts file. Raises OSError if it cannot be written."""
         counts_LSE, placement, status = await asyncio.gather(self.counts(scope), self.placement(), self.status())
-        meta = {"ranks": placement.ranks, "scope": scope, "step": status.step, "time": status.now}
+        meta = {"ranks": placement.ranks, "scope": scope, "step": status.steps.count, "time": status.now}
         save_counts(path, counts_LSE, placement.slot_of_expert_LE, meta)
 
     async def traces(self) -> Traces:
@@ -225,8 +223,7 @@ class GimbalClient:
         """Return counters and gauges of the server."""
         with _client_errors():
             response = await self.control.GetStatus(control_pb2.GetStatusRequest())
-        phases = tuple(record_of(PhaseTimes, phase) for phase in response.phases)
-        return replace(record_of(ServerStatus, response), phases=phases)
+        return record_of(ServerStatus, response)
 
     async def rebalance(self) -> None:
         """Ask for a placement decision without waiting for a full window. Returns before the decision is made.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import grpc
 import numpy as np
@@ -11,9 +12,9 @@ from google.protobuf.message import Message
 
 from gimbal_jax.scheduler.dispatch_decision import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.placement.records import PlacementRecord
+from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
 
 
 class ClientError(Exception):
@@ -128,38 +129,43 @@ class Decisions:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """The server at one moment, in numbers; per engine where a name ends in S."""
+    """The server at one moment."""
 
     now: float
+    """Seconds on the server's monotonic clock."""
     state: str
+    """warming, serving, draining, stopped or failed."""
     error: str
-    step: int
-    tokens_computed_S: tuple[int, ...]
-    free_pages_S: tuple[int, ...]
-    preemptions: int
-    experts_moved: int
-    bytes_moved: int
-    compiles_after_warmup: int
-    last_rebalance: float | None
+    """Reason of the failure; empty unless the server failed."""
     active_requests: int
+    """Requests that are streaming."""
     central_queue: int
-    prefix_queries_S: tuple[int, ...]
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hits_S: tuple[int, ...]
-    """Those of them that it held."""
-    cached_pages_S: tuple[int, ...]
-    """KV pages that hold a known beginning, in use or not."""
-    phases: tuple[PhaseTimes, ...]
-    """The host's work per step, over the last ticks."""
+    """Requests that have no engine yet."""
+    engines: tuple[EngineStatus, ...]
+    steps: StepStatus
+    placement: PlacementTotals
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions of all engines."""
+        return sum(engine.preemptions for engine in self.engines)
 
 
 def record_of[T](cls: type[T], message: Message) -> T:
-    """Return a dataclass with the values of the message's fields of the same names; repeated ones become tuples."""
+    """Return a dataclass with the values of the message's fields of the same names, messages in them included.
+
+    An unset optional field is None.
+    """
+    types = get_type_hints(cls)
 
     def value(name: str) -> Any:
-        field = message.DESCRIPTOR.fields_by_name[name]
-        if field.has_presence and not message.HasField(name):
+        field, found = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+        options = (types[name], *get_args(types[name]))
+        if field.has_presence and NoneType in options and not message.HasField(name):
             return None
-        return tuple(getattr(message, name)) if field.is_repeated else getattr(message, name)
+        if field.message_type is not None:
+            nested: Any = next(option for option in options if is_dataclass(option))
+            return tuple(record_of(nested, one) for one in found) if field.is_repeated else record_of(nested, found)
+        return tuple(found) if field.is_repeated else found
 
     return cls(**{field.name: value(field.name) for field in fields(cls)})  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.options import SamplingOptions
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2
+from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.rpc.model_files import load_model_files
 from tests.serving.fake_server import (
     BY_PRIORITY,
@@ -22,6 +23,7 @@ from tests.serving.fake_server import (
     with_server,
     write_model_folder,
 )
+from tests.serving.statuses import per_engine
 
 
 async def collect(chunks):
@@ -94,7 +96,7 @@ async def test_all_options_reach_the_core(core, client):
     await collect(chunks)
     [request] = core.submitted
     assert (request.engine, request.prompt, request.sampling.stop_token_ids) == (1, (5,), (100,))
-    assert request.id.startswith("mine/")
+    assert request.label == "mine"
     assert {name: getattr(request.sampling, name) for name in options} == options
     assert request.sampling.logit_bias == ((3, 0.5),)
 
@@ -255,8 +257,10 @@ def test_sampling_options_are_fields_of_the_protocol():
     assert set(SamplingOptions.__annotations__) <= set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
-def test_record_of_keeps_presence_and_tuples():
-    message = control_pb2.GetStatusResponse(state="serving", tokens_computed_S=[1, 2])
+def test_record_of_keeps_presence_tuples_and_nested_messages():
+    engines = [control_pb2.EngineStatus(tokens_computed=1), control_pb2.EngineStatus(queue_head={"waited_s": 2.0})]
+    message = control_pb2.GetStatusResponse(state="serving", engines=engines)
     status = records.record_of(records.ServerStatus, message)
-    assert (status.state, status.tokens_computed_S, status.free_pages_S) == ("serving", (1, 2), ())
-    assert status.last_rebalance is None
+    assert (status.state, per_engine(status, "tokens_computed")) == ("serving", (1, 0))
+    assert per_engine(status, "queue_head") == (None, QueueHead("", 2.0, 0))
+    assert (status.steps.count, status.steps.seconds.bounds, status.placement.last_rebalance) == (0, (), None)

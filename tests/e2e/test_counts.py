@@ -19,6 +19,7 @@ from tests.e2e.rig import (
     random_sampling,
     session,
 )
+from tests.serving.statuses import per_engine
 
 NEAR_TIE = 1e-4
 """Router logits this close may be ordered differently in float32."""
@@ -112,11 +113,11 @@ def test_counts_equal_tokens_served_and_a_naive_recount(runner):
     assert status.preemptions > 0
     assert len(replay.ends) < len(requests), "none was cancelled"
     assert one_idle > 20
-    assert status.experts_moved > 0
-    assert len(status.placements) > 3
-    assert status.free_pages_S == (CONFIG.engine.num_pages,) * SOURCES
+    assert status.placement.totals.experts_moved > 0
+    assert len(status.placement.records) > 3
+    assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * SOURCES
 
-    counted_LSE, tokens_S = status.total_counts_LSE, np.array(status.tokens_computed_S)
+    counted_LSE, tokens_S = status.placement.total_counts_LSE, np.array(per_engine(status, "tokens_computed"))
     assert np.array_equal(counted_LSE.sum(axis=2), np.tile(tokens_S * TOP_K, (LAYERS, 1)))
     assert counted_LSE.sum() == tokens_S.sum() * TOP_K * LAYERS
     assert tokens_S.tolist() == [sum(n for source, _, n in recorder.contexts if source == s) for s in range(SOURCES)]

@@ -11,6 +11,7 @@ from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
 from tests.serving.fake_server import running_server, until
+from tests.serving.statuses import per_engine
 
 
 def serve(
@@ -54,7 +55,7 @@ def test_late_binding_says_why(runner):
             assert scores_S[record.decision.engine] == min(scores_S)
         status = await client.status()
         assert (status.central_queue, status.active_requests) == (0, 0)
-        assert status.free_pages_S == (CONFIG.engine.num_pages,) * 2
+        assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * 2
 
     serve(runner, replace(CONFIG, dispatch=DispatchConfig("late")), test)
 

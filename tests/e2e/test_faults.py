@@ -34,6 +34,7 @@ from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
 from tests.serving.core.ticked_server import CONFIG, new_server
 from tests.serving.fake_server import running_server, until
+from tests.serving.statuses import per_engine
 
 ROOT = Path(__file__).parents[2]
 LONG = replace(CONFIG, engine=EngineConfig(max_model_len=4096, page_size=16, num_pages=1024, max_rows=16))
@@ -87,7 +88,7 @@ def test_a_client_that_never_reads_slows_nobody_and_finds_its_answer_later():
             assert others == [counted_up(i, 200) for i in range(24)]
             # Its own work is done and its pages are free, although it has not read: only tokens wait for it.
             await until(lambda: all(one.idle for one in server.engines))
-            assert server.status().free_pages_S == (LONG.engine.num_pages,) * 2
+            assert per_engine(server.status(), "free_pages") == (LONG.engine.num_pages,) * 2
             assert not call.done()
             largest = 0
             while (response := await call.read()) is not grpc.aio.EOF:
@@ -126,7 +127,7 @@ def test_a_killed_client_frees_its_pages_and_harms_nobody():
         await until(lambda: frontend.counters.outcomes["cancelled"] == 1)
         assert time.monotonic() - killed < 5
         assert await other == counted_up(5, 1000)
-        await until(lambda: server.status().free_pages_S == (LONG.engine.num_pages,) * 2)
+        await until(lambda: per_engine(server.status(), "free_pages") == (LONG.engine.num_pages,) * 2)
 
     with_fake_devices(test)
 
@@ -142,7 +143,7 @@ def test_a_sequence_that_fails_on_the_device_fails_alone():
         ends = await asyncio.gather(*(end_of(client, [i], 50) for i in (1, 100, 120, 70)))
         assert ends == ["ok", "INTERNAL: its logits are not finite", "ok", "INTERNAL: its logits are not finite"]
         assert await client.is_serving()
-        await until(lambda: server.status().free_pages_S == (LONG.engine.num_pages,) * 2)
+        await until(lambda: per_engine(server.status(), "free_pages") == (LONG.engine.num_pages,) * 2)
 
     with_fake_devices(test)
 

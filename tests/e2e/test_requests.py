@@ -93,13 +93,13 @@ def test_whoever_leaves_frees_the_pages_within_a_step(runner, files, how):
             cancel, tick = server.cancel, server.tick
 
             def watched_cancel(request_id):
-                cancelled.append(server.status().step)
+                cancelled.append(server.status().steps.count)
                 cancel(request_id)
 
             def watched_tick(now):
                 tick(now)
                 if len(cancelled) == 2 and server.engines[0].free_pages == CONFIG.engine.num_pages:
-                    freed.append(server.status().step)
+                    freed.append(server.status().steps.count)
 
             server.cancel, server.tick = watched_cancel, watched_tick
             stays = asyncio.create_task(collect(client, max_tokens=80, engine=1))

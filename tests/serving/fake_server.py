@@ -32,7 +32,8 @@ from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
 from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
+from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementStatus, PlacementTotals
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.server import serve
 
@@ -112,11 +113,11 @@ class FakeCore(EngineCore):
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
         self.submitted: list[Request] = []
-        self.cancelled: list[str] = []
+        self.cancelled: list[int] = []
         self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
         self.last_rebalance: float | None = None
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[int, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stepping = threading.Thread(target=self._step_often)
@@ -175,30 +176,51 @@ class FakeCore(EngineCore):
         return Status(
             state=self.state,
             error="",
-            step=7,
             traces=self.traces,
-            slot_of_expert_LE=np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32),
-            window_counts_LSE=counts_LSE,
-            total_counts_LSE=counts_LSE * 10,
-            tokens_computed_S=(11, 12),
-            prefill_tokens_S=(5, 6),
-            free_pages_S=(30, 31),
-            queue_head_S=(None, QueueHead("a/0", 1.5, 40)),
-            preemptions_S=(1, 0),
-            placements=(PLACEMENT,),
-            placement_totals=PlacementTotals(applied=1, predicted_gain=0.2),
-            experts_moved=3,
-            bytes_moved=4096,
-            last_rebalance=self.last_rebalance,
-            windows_written=5,
-            windows_lost=2,
-            compiles_after_warmup=0,
-            step_seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
-            step_tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
-            prefix_queries_S=(100, 200),
-            prefix_hits_S=(40, 0),
-            cached_pages_S=(9, 3),
-            phases=(PhaseTimes("schedule", 0.0002, 0.0001, 0.0009), PhaseTimes("wait", 0.02, 0.01, 0.05)),
+            engines=(
+                EngineStatus(
+                    tokens_computed=11,
+                    prefill_tokens=5,
+                    preemptions=1,
+                    free_pages=30,
+                    cached_pages=9,
+                    prefix_queries=100,
+                    prefix_hits=40,
+                    queue_head=None,
+                ),
+                EngineStatus(
+                    tokens_computed=12,
+                    prefill_tokens=6,
+                    preemptions=0,
+                    free_pages=31,
+                    cached_pages=3,
+                    prefix_queries=200,
+                    prefix_hits=0,
+                    queue_head=QueueHead("a", 1.5, 40),
+                ),
+            ),
+            steps=StepStatus(
+                count=7,
+                compiles_after_warmup=0,
+                seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
+                tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
+                phases=(PhaseTimes("schedule", 0.0002, 0.0001, 0.0009), PhaseTimes("wait", 0.02, 0.01, 0.05)),
+            ),
+            placement=PlacementStatus(
+                slot_of_expert_LE=np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32),
+                window_counts_LSE=counts_LSE,
+                total_counts_LSE=counts_LSE * 10,
+                records=(PLACEMENT,),
+                totals=PlacementTotals(
+                    applied=1,
+                    predicted_gain=0.2,
+                    experts_moved=3,
+                    bytes_moved=4096,
+                    last_rebalance=self.last_rebalance,
+                ),
+                windows_written=5,
+                windows_lost=2,
+            ),
         )
 
     def step(self):

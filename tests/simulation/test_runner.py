@@ -7,7 +7,7 @@ from gimbal_jax.config import MeshConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, SamplingRows
+from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, pack_sampling
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.runner import SimulatedRunner
@@ -33,11 +33,10 @@ def chunk(topic, tokens, choose=True):
 def decode(*rows):
     """(topic, position) of each row."""
     tokens = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic, _ in rows]
-    zeros = np.zeros(len(rows), np.int32)
     starts = np.array([start for _, start in rows], np.int32)
-    sampling = SamplingRows(*[zeros] * 6)
+    sampling_DX = np.tile(pack_sampling(GREEDY), (len(rows), 1))
     return DecodeRows(
-        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling
+        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling_DX
     )
 
 

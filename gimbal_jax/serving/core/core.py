@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gimbal_jax.config import ModelConfig, ServerConfig
@@ -14,15 +13,14 @@ from gimbal_jax.exceptions import Interrupted, NotServing, QueueFull
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
-from gimbal_jax.serving.core.status import State, Status
+from gimbal_jax.serving.core.status import State, Status, engine_status
 from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.request import Request, TokenDelta, reason_of
+from gimbal_jax.serving.engine.request import Request, RequestId, TokenDelta, reason_of
 from gimbal_jax.serving.engine.runner import Pending, Runner
-from gimbal_jax.serving.placement.decision import Propose
-from gimbal_jax.serving.placement.files import CountsDump, PlacementState
+from gimbal_jax.serving.engine.status import StepStatus
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -50,7 +48,7 @@ class TickNews:
 
     now: float
     """Time of the tick, on the core's clock."""
-    bound: Sequence[tuple[str, Decision]] = ()
+    bound: Sequence[tuple[RequestId, Decision]] = ()
     """(request id, decision) for requests that were submitted without an engine."""
     pages: Sequence[PageNews] = ()
     """Changes of the prefix caches, at most one for each engine."""
@@ -66,30 +64,19 @@ class EngineCore:
         config: ServerConfig,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
-        placement_policy: Propose | None = None,
-        dump: CountsDump | None = None,
-        placement_executor: Executor | None = None,
-        placement_state: PlacementState | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
-        """``placement_policy`` decides in place of the configured one. ``dump`` gets every window, and is closed;
-        so does ``placement_state`` every placement.
-
-        ``placement_executor`` runs the decisions, one at a time; by default a thread of the server's own.
+        """``rebalancer`` runs the placement loop of ``runner``; by default as the configuration says. ``stop`` closes
+        it.
         """
         self.model, self.config = model, config
         self._listeners: tuple[Callable[[TickNews], None], ...] = ()
-        self._bound: list[tuple[str, Decision]] = []
+        self._bound: list[tuple[RequestId, Decision]] = []
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
-        self._placement_executor = placement_executor or ThreadPoolExecutor(1, "placement")
-        self._dump = dump
-        self._placement_state = placement_state
-        on_window = dump.write if dump is not None else None
-        on_placement = placement_state.keep if placement_state is not None else None
-        self.rebalancer = Rebalancer(
-            model, config, runner, self._placement_executor, placement_policy, on_window, on_placement
-        )
+        self.rebalancer = rebalancer or Rebalancer(model, config, runner)
+        self._traffic = self.rebalancer.traffic
         self._runner, self._clock = runner, clock
         self._state: State = "warming"
         self._error = ""
@@ -102,7 +89,7 @@ class EngineCore:
         self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
         self._wake = threading.Condition()  # guards the five below
         self._inbox: deque[Request] = deque()
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[RequestId] = deque()
         self._waiting = [0] * len(self._queues)  # in each queue, or in the inbox on the way to it
         self._flush = False
         self._stopping = False
@@ -150,7 +137,7 @@ class EngineCore:
             self._inbox.append(request)
             self._wake.notify()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: RequestId) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored."""
         with self._wake:
             self._cancelled.append(request_id)
@@ -207,10 +194,7 @@ class EngineCore:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-        self._placement_executor.shutdown(cancel_futures=True)
-        for file in (self._dump, self._placement_state):
-            if file is not None:
-                file.close()
+        self.rebalancer.close()
 
     def tick(self, now: float) -> None:
         """One turn of all engines at time ``now``; see the figure in ARCHITECTURE.md."""
@@ -218,7 +202,8 @@ class EngineCore:
             lap, enqueued = self._profile.lap, False
             self._profile.begin()
             trace_due = now - self._published >= self.config.dispatch.trace_period_s
-            self.rebalancer.begin(trace_due)
+            if trace_due or self.rebalancer.window_due:
+                self._traffic.request_counts()
             news = self._drain_inbox()
             lap("other")
             while self._in_flight and any(engine.waits_for_tokens for engine in self.engines):
@@ -233,7 +218,7 @@ class EngineCore:
             if len(self._in_flight) > self._runner.ahead or (self._in_flight and not enqueued):
                 news += self._fetch()
             self._notify(now, news)
-            self.rebalancer.tick(now, self._step)
+            self.rebalancer.tick(now)
             if trace_due:
                 self._publish(now)
             self._count_waiting()
@@ -245,34 +230,20 @@ class EngineCore:
         """The server at one moment, between two ticks."""
         with self._ticking:
             if self._state != "failed":  # the devices may have lost their counters with the step that failed
-                self.rebalancer.collect()  # complete unless steps are in flight
+                self._traffic.collect()  # complete unless steps are in flight
             return Status(
                 state=self._state,
                 error=self._error,
-                step=self._step,
                 traces=self._traces,
-                slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
-                window_counts_LSE=self.rebalancer.window_LSE.copy(),
-                total_counts_LSE=self.rebalancer.total_LSE.copy(),
-                tokens_computed_S=tuple(engine.tokens_computed for engine in self.engines),
-                prefill_tokens_S=tuple(engine.prefill_tokens for engine in self.engines),
-                free_pages_S=tuple(engine.free_pages for engine in self.engines),
-                queue_head_S=tuple(engine.queue_head(self._clock()) for engine in self.engines),
-                preemptions_S=tuple(engine.preemptions for engine in self.engines),
-                placements=tuple(self.rebalancer.records),
-                placement_totals=self.rebalancer.totals,
-                experts_moved=self.rebalancer.experts_moved,
-                bytes_moved=self.rebalancer.bytes_moved,
-                last_rebalance=self.rebalancer.last_rebalance,
-                windows_written=self._dump.written if self._dump else 0,
-                windows_lost=self._dump.lost if self._dump else 0,
-                compiles_after_warmup=self._runner.compiles_after_warmup(),
-                step_seconds=self._step_seconds.record(),
-                step_tokens=self._step_tokens.record(),
-                prefix_queries_S=tuple(engine.prefix_queries for engine in self.engines),
-                prefix_hits_S=tuple(engine.prefix_hits for engine in self.engines),
-                cached_pages_S=tuple(engine.cached_pages for engine in self.engines),
-                phases=self._profile.times(),
+                engines=tuple(engine_status(engine, self._clock()) for engine in self.engines),
+                steps=StepStatus(
+                    count=self._step,
+                    compiles_after_warmup=self._runner.compiles_after_warmup(),
+                    seconds=self._step_seconds.record(),
+                    tokens=self._step_tokens.record(),
+                    phases=self._profile.times(),
+                ),
+                placement=self.rebalancer.status(),
             )
 
     def _enqueue(self, plans: list[Plan]) -> None:
@@ -281,7 +252,7 @@ class EngineCore:
         owners = [engine.owners(plan) for engine, plan in zip(self.engines, plans, strict=True)]
         self._in_flight.append(StepInFlight(plans, owners, began, pending))
         self._step_tokens.observe(sum(plan.tokens for plan in plans))
-        self.rebalancer.stepped()
+        self._traffic.step_enqueued()
         self._profile.lap("enqueue")
 
     def _fetch(self) -> list[TokenDelta]:
@@ -297,7 +268,7 @@ class EngineCore:
         for engine, plan, owners, result in zip(self.engines, step.plans, step.owners, results, strict=True):
             news += engine.commit(plan, owners, result)
         self._step += 1
-        self.rebalancer.fetched()
+        self._traffic.step_fetched()
         self._profile.lap("commit")
         return news
 
@@ -343,7 +314,7 @@ class EngineCore:
         return 1 + request.engine
 
     def _publish(self, now: float) -> None:
-        pressure_S = self.rebalancer.pressure_S()
+        pressure_S = self._traffic.pressure_S()
         self._traces = tuple(
             engine.trace(now, float(pressure)) for engine, pressure in zip(self.engines, pressure_S, strict=True)
         )

@@ -17,10 +17,10 @@ from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
 from gimbal_jax.serving.engine.pages import PageNews, PagePool
-from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
+from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, Waiting
-from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.rows import Rows
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
@@ -59,8 +59,8 @@ class Engine:
         self._pool = PagePool(config.num_pages)
         self._rows = Rows(config)
         self._waiting = Waiting(queue)
-        self._running: dict[str, Sequence] = {}
-        self._constrained: dict[str, Sequence] = {}
+        self._running: dict[RequestId, Sequence] = {}
+        self._constrained: dict[RequestId, Sequence] = {}
         """Those that run and have a grammar."""
         self._seen = 0
 
@@ -111,7 +111,7 @@ class Engine:
         self._wait(sequence)
         self._seen = max(self._seen, request.sequence)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: RequestId) -> bool:
         """Forget a request and free its pages; False if it is not here (any more)."""
         sequence = self._waiting.pop(request_id) or self._running.get(request_id)
         if sequence is None:
@@ -136,7 +136,7 @@ class Engine:
         # Pages are short after a preemption: letting a sequence in would only cause the next one.
         admit = self.preemptions == preemptions
         prefill, tiles = self._schedule_prefill(now, len(decode), admit)
-        return Plan(decode, prefill, tiles)
+        return Plan(decode, prefill, tiles, wanted_logprobs(decode, prefill))
 
     def owners(self, plan: Plan) -> Owners:
         """Return whose the rows of a plan are; call it before the next request is cancelled or scheduled."""
@@ -207,7 +207,7 @@ class Engine:
     def queue_head(self, now: float) -> QueueHead | None:
         """The waiting request that would run first."""
         for first in self._waiting.first(1, self.prefill_tokens, now):
-            return QueueHead(first.request.id, now - first.request.arrival, first.length - first.cached)
+            return QueueHead(first.request.label, now - first.request.arrival, first.length - first.cached)
         return None
 
     def flush_cache(self) -> None:
@@ -425,7 +425,7 @@ class Engine:
         self._pool.forget(self._rows.pages(sequence.row).tolist())
         return self._fail(sequence.request.id, "its logits are not finite")
 
-    def _fail(self, request_id: str, reason: str) -> TokenDelta:
+    def _fail(self, request_id: RequestId, reason: str) -> TokenDelta:
         self.cancel(request_id)
         return TokenDelta(request_id, (), finish_reason="error", error=reason)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gimbal_jax.config import MeshConfig, ModelConfig
 from gimbal_jax.scheduler.counts_file import load_placement_of, save_counts, save_placement
-from gimbal_jax.serving.placement.rebalance import ClosedWindow
+from gimbal_jax.serving.placement.records import ClosedWindow
 
 MAX_PENDING = 16
 """Windows that may wait for the disk; one more is left out."""

@@ -12,6 +12,7 @@ from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Request, SamplingParams
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, tick, wait_for
+from tests.serving.statuses import per_engine
 
 LATE = replace(CONFIG, dispatch=replace(CONFIG.dispatch, policy="late"), queue=replace(CONFIG.queue, policy="fcfs"))
 
@@ -37,7 +38,7 @@ def test_late_requests_wait_in_one_queue_until_a_step_has_room():
         tick(server, 3)
         assert len(outputs.ends()) == 7
         assert outputs.tokens("last") == outputs.tokens("pinned") == [10, 11]
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 def test_late_requests_can_be_cancelled_before_they_have_an_engine():
@@ -156,7 +157,7 @@ def test_late_requests_go_where_their_beginning_is_known(ahead):
         server.submit(shared("other", range(20, 29), 1))
         tick(server, 3)
         assert {name: engine for _, name, engine in outputs.bound} == {"first": 0, "again": 0, "other": 1}
-        assert server.status().tokens_computed_S == (9 + 2, 9)
+        assert per_engine(server.status(), "tokens_computed") == (9 + 2, 9)
         assert outputs.ends() == dict.fromkeys(("first", "again", "other"), ("length", ""))
 
 

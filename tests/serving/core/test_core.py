@@ -18,6 +18,7 @@ from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.engine.plan import NOT_FINITE
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.fake_server import MODEL, running_server, until
+from tests.serving.statuses import per_engine
 
 AHEAD = pytest.mark.parametrize("ahead", [0, 1])
 
@@ -34,7 +35,8 @@ def test_requests_of_both_engines_run_in_one_step(ahead):
         assert outputs.tokens("b") == [11, 12]
         assert outputs.ends() == {"a": ("length", ""), "b": ("length", "")}
         status = server.status()
-        assert (status.step, status.tokens_computed_S, status.free_pages_S) == (3, (5, 2), FREE)
+        assert (status.steps.count, per_engine(status, "tokens_computed")) == (3, (5, 2))
+        assert per_engine(status, "free_pages") == FREE
 
 
 @AHEAD
@@ -48,18 +50,18 @@ def test_counts_are_tokens_computed_times_k(ahead):
         tick(server, 60)
         status = server.status()
         assert np.array_equal(
-            status.total_counts_LSE.sum(axis=2),
-            np.tile(np.array(status.tokens_computed_S) * MODEL.experts_per_token, (2, 1)),
+            status.placement.total_counts_LSE.sum(axis=2),
+            np.tile(np.array(per_engine(status, "tokens_computed")) * MODEL.experts_per_token, (2, 1)),
         )
         # Of the 29 tokens of the cancelled one a step took 16.
-        assert status.tokens_computed_S == (16 + 6 * (7 + 5), 6 * (7 + 5))
-        assert status.free_pages_S == FREE
+        assert per_engine(status, "tokens_computed") == (16 + 6 * (7 + 5), 6 * (7 + 5))
+        assert per_engine(status, "free_pages") == FREE
 
 
 def test_idle_ticks_run_no_step():
     with open_server() as (server, _, _):
         tick(server, 5)
-        assert server.status().step == 0
+        assert server.status().steps.count == 0
 
 
 def test_traces_are_published_at_their_period_also_by_idle_engines():
@@ -124,7 +126,7 @@ def test_cancelled_in_the_instant_it_was_submitted():
         server.cancel("a")
         tick(server, 3)
         assert outputs.all == []
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
         assert all(engine.idle for engine in server.engines)
 
 
@@ -134,14 +136,14 @@ def test_cancel_frees_pages_within_one_tick(ahead):
         server.submit(request("a", max_tokens=50))
         server.submit(request("b", max_tokens=5))
         tick(server, 2)
-        assert server.status().free_pages_S < FREE
+        assert per_engine(server.status(), "free_pages") < FREE
         server.cancel("a")
         server.cancel("unknown")
         tick(server, 1)
         assert len(outputs.tokens("a")) == 2 - ahead
         tick(server, 5)
         assert outputs.ends() == {"b": ("length", "")}
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 @AHEAD
@@ -206,7 +208,7 @@ def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason, 
         assert ends["before"] == ends["after"] == ("length", "")
         assert outputs.tokens("before") == outputs.tokens("after") == [4, 5, 6, 7]
         assert ends["broken"][0] == "error" and reason in ends["broken"][1] and "no such rule" in ends["broken"][1]
-        assert server.status().free_pages_S == FREE and server.state == "serving"
+        assert per_engine(server.status(), "free_pages") == FREE and server.state == "serving"
 
 
 @AHEAD
@@ -234,7 +236,7 @@ def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
             "poisoned": ("error", "its logits are not finite"),
         }
         assert outputs.tokens("a") == outputs.tokens("b") == [4, 5, 6, 7]
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 # -- clocks that jump -----------------------------------------------------------
@@ -275,7 +277,7 @@ def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks,
                 assert 0 <= trace.kv_use <= 1
                 assert trace.waiting_prefill_tokens >= 0 and trace.running_prefill_tokens >= 0
         assert len(outputs.ends()) == submitted and set(outputs.ends().values()) <= {("length", "")}
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 # -- the engine thread ----------------------------------------------------------
@@ -320,7 +322,7 @@ def test_stop_ends_what_is_left(ahead):
         stopper.join(20)
         ends = outputs.ends()
         assert ends == dict.fromkeys(("running", "in the inbox"), ("error", "the server has stopped"))
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -360,8 +362,8 @@ def test_status_while_warming_up():
         server.start(warm_up)
         assert warming.wait(20)
         status = server.status()
-        assert (status.state, status.step, status.traces) == ("warming", 0, ())
-        assert (status.free_pages_S, status.compiles_after_warmup) == (FREE, 0)
+        assert (status.state, status.steps.count, status.traces) == ("warming", 0, ())
+        assert (per_engine(status, "free_pages"), status.steps.compiles_after_warmup) == (FREE, 0)
         go_on.set()
         wait_for(lambda: server.state == "serving")
 
@@ -373,7 +375,7 @@ def test_status_is_not_starved_by_a_busy_engine_thread():
         wait_for(lambda: server.state == "serving")
         for i in range(40):
             server.submit(request(f"r{i}", max_tokens=50, engine=i % 2, sequence=i // 2 + 1))
-        steps = [server.status().step for _ in range(10)]
+        steps = [server.status().steps.count for _ in range(10)]
         assert len(outputs.ends()) < 40, "the engines were idle"
         assert steps[-1] - steps[0] < 100
 
@@ -385,7 +387,7 @@ def test_idle_server_publishes_and_rebalances():
         first = server.traces[0].time
         wait_for(lambda: server.traces[0].time > first)
         server.rebalance()
-        wait_for(lambda: server.status().placements)
+        wait_for(lambda: server.status().placement.records)
 
 
 # -- failure ----------------------------------------------------------------------
@@ -412,7 +414,7 @@ def test_failed_step_ends_every_request(ahead):
         with pytest.raises(NotServing, match="failed"):
             server.submit(request("late"))
         status = server.status()  # although the devices have lost their counters
-        assert (status.state, status.error, status.free_pages_S) == ("failed", reason, FREE)
+        assert (status.state, status.error, per_engine(status, "free_pages")) == ("failed", reason, FREE)
         server.stop()
         assert server.state == "failed"
 

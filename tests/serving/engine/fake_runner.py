@@ -84,15 +84,10 @@ class FakeRunner:
         next_D = ((token_D + 1) % self.model.vocab_size).astype(np.int32)
         next_C = np.array([(chunk.tokens[-1] + 1) % self.model.vocab_size for chunk in plan.prefill], np.int32)
         last_R[decode.row_D] = next_D
-        logprobs = {}
-        wanted = list(zip(decode.row_D.tolist(), decode.sampling.logprobs_D.tolist(), strict=True))
         for chunk, token in zip(plan.prefill, next_C, strict=True):
             if chunk.sampling is not None:
                 last_R[chunk.row] = token
-                wanted.append((chunk.row, -1 if chunk.sampling.logprobs is None else chunk.sampling.logprobs))
-        for row, count in wanted:
-            if count >= 0:
-                logprobs[row] = TokenLogprobs(0.0, (0,) * count, (0.0,) * count)
+        logprobs = {row: TokenLogprobs(0.0, (0,) * count, (0.0,) * count) for _, row, count in plan.logprobs}
         nothing = TokenLogprobs(0.0, (), ())
         targets = {c.row: (nothing,) * len(c.targets) for c in plan.prefill if c.targets is not None}
         return StepResult(next_D, next_C, logprobs, targets)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.plan import ON_DEVICE
+from gimbal_jax.serving.engine.plan import LOGPROBS, ON_DEVICE, SEED
 from gimbal_jax.serving.engine.request import SamplingParams
 from tests.serving.engine.paged_model import PagedModel, alone, request
 from tests.serving.engine.stepped_engine import CONFIG, FCFS, Ahead, commit, result, schedule
@@ -145,7 +145,7 @@ def test_the_parameters_of_a_row_are_those_of_its_sequence():
     Ahead(engine, model, 1).tick()
     planned = schedule(engine)
     assert planned.decode == [("plain", 1), ("asked", 1)]
-    sampling = planned.plan.decode.sampling
-    columns = [sampling.temperature_D, sampling.top_k_D, sampling.top_p_D, sampling.min_p_D]
-    assert [column.tolist() for column in columns] == [[1.0, 0.5], [0, 3], [1.0, 0.75], [0.0, 0.25]]
-    assert (sampling.seed_D.tolist(), sampling.logprobs_D.tolist()) == ([0, 7], [-1, 2])
+    sampling_DX = planned.plan.decode.sampling_DX
+    assert sampling_DX[:, [0, 2, 3]].view(np.float32).tolist() == [[1.0, 1.0, 0.0], [0.5, 0.75, 0.25]]
+    assert sampling_DX[:, [1, SEED, LOGPROBS]].tolist() == [[0, 0, -1], [3, 7, 2]]
+    assert planned.plan.logprobs == ((1, 1, 2),)

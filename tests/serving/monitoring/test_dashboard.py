@@ -183,7 +183,8 @@ def test_states_are_said(tmp_path, state, mark, notice):
     class Core(FakeCore):
         def status(self):
             decision = replace(PLACEMENT, outcome="failed", reason=HOSTILE)
-            return replace(super().status(), error=HOSTILE, placements=(decision,))
+            status = super().status()
+            return replace(status, error=HOSTILE, placement=replace(status.placement, records=(decision,)))
 
     with shown(Core(state=state), replace(RECORD, outcome="error", error=HOSTILE)) as url:
         page = Page(chromium(tmp_path, url, "--dump-dom"))
@@ -204,7 +205,9 @@ def test_the_heat_map_in_pixels(tmp_path):
             counts_LSE = np.zeros((2, 2, 4), np.int64)
             counts_LSE[:, :, 2:] = 50
             slots_LE = np.array([[0, 1, 2, 3], [0, 1, 2, 3]], np.int32)
-            return replace(super().status(), window_counts_LSE=counts_LSE, slot_of_expert_LE=slots_LE)
+            status = super().status()
+            placement = replace(status.placement, window_counts_LSE=counts_LSE, slot_of_expert_LE=slots_LE)
+            return replace(status, placement=placement)
 
     with shown(Core()) as url:
         for scheme, hot, cold in (("1", (244, 191, 135), (33, 102, 172)), ("0", (134, 85, 40), (52, 128, 201))):

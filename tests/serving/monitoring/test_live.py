@@ -77,8 +77,8 @@ def test_a_served_load_by_a_naive_recount(monkeypatch):
     # All tokens of the last window: each goes to as many experts as the model says.
     tokens_LP = np.array(snapshot["experts"]["tokens_LP"])
     assert snapshot["experts"]["scope"] == "last window"
-    assert tokens_LP.sum() == status.window_counts_LSE.sum() > 0
-    assert len(snapshot["placement"]["imbalance_W"]) == len(status.placements)
+    assert tokens_LP.sum() == status.placement.window_counts_LSE.sum() > 0
+    assert len(snapshot["placement"]["imbalance_W"]) == len(status.placement.records)
 
 
 @pytest.mark.parametrize("state", ["warming", "serving", "draining", "failed", "stopped"])

@@ -11,7 +11,7 @@ from gimbal_jax.serving.placement.records import PlacementTotals
 from tests.serving.fake_server import CONFIG, MODEL, FakeCore
 from tests.serving.scrapes import busy_scrapes
 
-STATUS = FakeCore().status()
+STATUS = FakeCore().status().placement
 RANKS = 4
 
 
@@ -50,8 +50,8 @@ def test_no_traffic_is_even_and_no_number_is_missing():
 
 
 def test_what_became_of_decisions():
-    totals = PlacementTotals(5, 4, 3, 2, 1.5, 0.5, predicted_gain=0.2, achieved_gain=-0.1)
-    found = values(loop_metrics(replace(STATUS, placement_totals=totals), now=10.0, start=0.0))
+    totals = PlacementTotals(5, 4, 3, 2, 1.5, 0.5, 3, 4096, predicted_gain=0.2, achieved_gain=-0.1)
+    found = values(loop_metrics(replace(STATUS, totals=totals), now=10.0, start=0.0))
     decisions = {key[1]: value for key, value in found.items() if key[0] == "gimbal_placement_decisions_total"}
     assert decisions == {"kept": 5, "applied": 4, "decision_failed": 3, "migration_failed": 2}
     assert found["gimbal_placement_decision_seconds_total",] == 1.5
@@ -65,16 +65,16 @@ def test_what_became_of_decisions():
 
 
 def test_a_gain_that_is_not_known_is_not_told():
-    found = values(loop_metrics(replace(STATUS, placement_totals=PlacementTotals()), 10.0, 0.0))
+    found = values(loop_metrics(replace(STATUS, totals=PlacementTotals()), 10.0, 0.0))
     assert not any("gain" in key[0] for key in found)
 
 
 @pytest.mark.parametrize(("last", "age"), [(None, 100.0), (70.0, 30.0)])
 def test_ages_run_from_the_start_until_something_happens(last, age):
-    found = values(loop_metrics(replace(STATUS, last_rebalance=last), now=100.0, start=0.0))
+    found = values(loop_metrics(replace(STATUS, totals=PlacementTotals(last_rebalance=last)), now=100.0, start=0.0))
     assert found["gimbal_last_rebalance_age_seconds",] == age
     assert found["gimbal_last_placement_decision_age_seconds",] == 99.0
-    found = values(loop_metrics(replace(STATUS, placements=()), now=100.0, start=20.0))
+    found = values(loop_metrics(replace(STATUS, records=()), now=100.0, start=20.0))
     assert found["gimbal_last_placement_decision_age_seconds",] == 80.0
 
 

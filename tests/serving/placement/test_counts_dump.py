@@ -15,7 +15,8 @@ from gimbal_jax.scheduler.counts_file import load_counts
 from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement import files as counts_dump
 from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump
-from gimbal_jax.serving.placement.rebalance import ClosedWindow
+from gimbal_jax.serving.placement.rebalance import Rebalancer
+from gimbal_jax.serving.placement.records import ClosedWindow
 from tests.serving.core.ticked_server import CONFIG, Outputs, request
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
@@ -43,7 +44,8 @@ def test_a_window_becomes_a_file(tmp_path):
 def test_a_server_dumps_every_window_and_goes_on(tmp_path):
     config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
     dump = CountsDump(tmp_path, "run", META)
-    server = EngineCore(MODEL, config, FakeRunner(MODEL, config), dump=dump)
+    runner = FakeRunner(MODEL, config)
+    server = EngineCore(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, windows=dump))
     outputs = Outputs(server)
     server.open()
     deadline = time.monotonic() + 20
@@ -56,13 +58,14 @@ def test_a_server_dumps_every_window_and_goes_on(tmp_path):
                 server.rebalancer.ask()
             server.tick(time.monotonic())
     server.stop()
+    dump.close()
     files = [load_counts(path) for path in sorted(tmp_path.iterdir())]
     status = server.status()
-    assert len(files) == status.windows_written >= 6 and status.windows_lost == 0
+    assert len(files) == status.placement.windows_written >= 6 and status.placement.windows_lost == 0
     total_LSE = np.sum([file.counts_WLSE.sum(axis=0) for file in files], axis=0)
-    np.testing.assert_array_equal(total_LSE, status.total_counts_LSE)
+    np.testing.assert_array_equal(total_LSE, status.placement.total_counts_LSE)
     assert [file.meta["step"] for file in files] == sorted({file.meta["step"] for file in files})
-    assert sum(file.meta["steps"] for file in files) == status.step
+    assert sum(file.meta["steps"] for file in files) == status.steps.count
 
 
 def written(dump: CountsDump, *steps: int) -> None:

@@ -19,6 +19,7 @@ from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.child import NICENESS
 from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from tests.serving.core.ticked_server import CONFIG as TICKED
 from tests.serving.core.ticked_server import request, wait_for
@@ -172,15 +173,14 @@ def test_it_ends_with_its_parent_however_that_ends():
 
 def test_a_server_survives_the_child_that_decides_for_it():
     runner = FakeRunner(MODEL, TICKED)
-    server = EngineCore(
-        MODEL, TICKED, runner, placement_policy=dies_without_traffic, placement_executor=PlacementProcess()
-    )
+    rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer=rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:
         nonlocal records
         server.tick(0.0)
-        records = server.status().placements
+        records = server.status().placement.records
         return len(records) == count and records[-1].outcome != "migrating"
 
     try:

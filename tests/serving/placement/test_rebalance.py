@@ -13,9 +13,10 @@ from gimbal_jax.scheduler.objective import placement_cost_L
 from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
 from gimbal_jax.serving.placement import rebalance
-from gimbal_jax.serving.placement.rebalance import ClosedWindow, Rebalancer, move_to
+from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL as FAKE_MODEL
+from tests.serving.placement.windows import Windows
 
 LAYERS, EXPERTS = 5, 8
 MODEL = replace(FAKE_MODEL, num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=EXPERTS)
@@ -50,24 +51,24 @@ class Held(Executor):
         future.set_result(fn(*args))
 
 
-def loop(executor=None, policy_function=None, on_window=None, **placement) -> tuple[Rebalancer, FakeRunner]:
+def loop(executor=None, policy_function=None, windows=None, **placement) -> tuple[Rebalancer, FakeRunner]:
     config = replace(CONFIG, placement=replace(CONFIG.placement, **placement))
     runner = FakeRunner(MODEL, config)
-    return Rebalancer(MODEL, config, runner, executor or AtOnce(), policy_function, on_window), runner
+    return Rebalancer(MODEL, config, runner, executor or AtOnce(), policy_function, windows), runner
 
 
 def steps(rebalancer: Rebalancer, runner: FakeRunner, count: int, counts_LSE=SKEWED_LSE, first: int = 0) -> None:
     """As many steps with this traffic each, and the tick after each of them."""
     for step in range(first, first + count):
         runner.counts_LSE += counts_LSE
-        rebalancer.stepped()
-        rebalancer.fetched()
-        rebalancer.tick(now=float(step), step=step)
+        rebalancer.traffic.step_enqueued()
+        rebalancer.traffic.step_fetched()
+        rebalancer.tick(now=float(step))
 
 
 def ticks(rebalancer: Rebalancer, count: int, now: float = 100.0) -> None:
     for _ in range(count):
-        rebalancer.tick(now, 0)
+        rebalancer.tick(now)
 
 
 # -- windows ------------------------------------------------------------------
@@ -82,17 +83,17 @@ def test_window_closes_after_its_steps_and_the_next_starts_empty():
     other_LSE = SKEWED_LSE[:, ::-1]
     steps(rebalancer, runner, 3, other_LSE)
     assert np.array_equal(rebalancer.window_LSE, 3 * other_LSE)
-    assert np.array_equal(rebalancer.total_LSE, 3 * SKEWED_LSE + 3 * other_LSE)
+    assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE + 3 * other_LSE)
 
 
 def test_looking_in_between_loses_no_traffic():
     rebalancer, runner = loop(policy="static")
     for step in range(3):
         steps(rebalancer, runner, 1, first=step)
-        rebalancer.collect()
-        rebalancer.pressure_S()
+        rebalancer.traffic.collect()
+        rebalancer.traffic.pressure_S()
     assert np.array_equal(rebalancer.window_LSE, 3 * SKEWED_LSE)
-    assert np.array_equal(rebalancer.total_LSE, 3 * SKEWED_LSE)
+    assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE)
 
 
 def test_a_decision_can_be_asked_for_early():
@@ -125,19 +126,19 @@ def test_smoothing_lets_earlier_windows_count_in_decisions_only():
 
 
 def test_closed_windows_are_handed_out_as_they_were():
-    windows: list[ClosedWindow] = []
-    rebalancer, runner = loop(policy="eplb", on_window=windows.append)
+    windows = Windows()
+    rebalancer, runner = loop(policy="eplb", windows=windows)
     before_LE = runner.slot_of_expert_LE
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 3)
     rebalancer.ask()
     steps(rebalancer, runner, 2, first=10)
-    first, second = windows
+    first, second = windows.closed
     assert np.array_equal(first.counts_LSE, 3 * SKEWED_LSE)
-    assert (first.steps, first.step, first.time) == (3, 2, 2.0)
+    assert (first.steps, first.step, first.time) == (3, 3, 2.0)
     assert np.array_equal(first.slot_of_expert_LE, before_LE)
     assert np.array_equal(second.counts_LSE, SKEWED_LSE)
-    assert (second.steps, second.step) == (1, 10)
+    assert (second.steps, second.step) == (1, 4)
     assert not np.array_equal(second.slot_of_expert_LE, before_LE)
 
 
@@ -192,22 +193,22 @@ def test_applied_decision(policy):
     ticks(rebalancer, 1, now=50.0)
     (record,) = rebalancer.records
     assert record.outcome == "migrating"
-    assert rebalancer.last_rebalance is None
+    assert rebalancer.totals.last_rebalance is None
     ticks(rebalancer, 1, now=51.0)
 
     (record,) = rebalancer.records
     assert (record.outcome, record.policy, record.time) == ("applied", policy, 50.0)
     assert np.array_equal(runner.slot_of_expert_LE, wanted.slot_of_expert_LE)
-    assert record.experts_moved == rebalancer.experts_moved == wanted.experts_moved > 0
+    assert record.experts_moved == rebalancer.totals.experts_moved == wanted.experts_moved > 0
     assert record.imbalance_before == imbalance_L(SKEWED_LSE, before_LE, RANKS).mean()
     assert record.imbalance_after == imbalance_L(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS).mean()
     assert record.imbalance_after < record.imbalance_before
     assert record.remote_share_before == remote_share(SKEWED_LSE, before_LE, RANKS)
     assert record.remote_share_after == remote_share(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS)
     assert record.far_share_before == record.far_share_after == 0  # one machine
-    assert rebalancer.last_rebalance == 51.0
+    assert rebalancer.totals.last_rebalance == 51.0
     moves = sum(len(moves.src_slot) for _, moves in runner.migrated)
-    assert rebalancer.bytes_moved == moves * runner.expert_bytes
+    assert rebalancer.totals.bytes_moved == moves * runner.expert_bytes
 
 
 @pytest.mark.parametrize(("budget", "rounds_of_tick"), [(1, [1, 1, 1, 1, 1]), (500, [2, 2, 1]), (10**9, [5])])
@@ -222,7 +223,7 @@ def test_rounds_stop_at_the_byte_budget_of_a_tick(budget, rounds_of_tick):
         rounds.append(len(runner.migrated) - done)
     assert [len(moves.src_slot) * runner.expert_bytes for _, moves in runner.migrated] == [400] * LAYERS
     assert rounds == rounds_of_tick
-    assert rebalancer.bytes_moved == LAYERS * 400
+    assert rebalancer.totals.bytes_moved == LAYERS * 400
 
 
 def test_failed_migration_keeps_the_last_complete_round():
@@ -235,9 +236,9 @@ def test_failed_migration_keeps_the_last_complete_round():
     ((layer, done),) = runner.migrated
     assert np.array_equal(runner.slot_of_expert_LE[layer], done.slot_of_expert_E)
     assert np.array_equal(np.sort(runner.slot_of_expert_LE, axis=1), np.tile(np.arange(EXPERTS), (LAYERS, 1)))
-    assert rebalancer.experts_moved == 0
-    assert rebalancer.last_rebalance is None
-    assert rebalancer.bytes_moved == len(done.src_slot) * runner.expert_bytes
+    assert rebalancer.totals.experts_moved == 0
+    assert rebalancer.totals.last_rebalance is None
+    assert rebalancer.totals.bytes_moved == len(done.src_slot) * runner.expert_bytes
 
     runner.migrations_left = None
     steps(rebalancer, runner, 3)
@@ -319,10 +320,10 @@ def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
 def test_a_runner_starts_from_any_placement():
     runner = FakeRunner(MODEL, CONFIG)
     wanted_LE = np.random.default_rng(0).permuted(runner.slot_of_expert_LE, axis=1)
-    move_to(runner, wanted_LE, CONFIG)
+    apply_placement(runner, wanted_LE, CONFIG)
     assert np.array_equal(runner.slot_of_expert_LE, wanted_LE)
     runner.migrated.clear()
-    move_to(runner, wanted_LE, CONFIG)
+    apply_placement(runner, wanted_LE, CONFIG)
     assert not runner.migrated
 
 
@@ -339,14 +340,14 @@ def test_static_never_moves_and_records_are_bounded():
 
 def test_pressure_is_of_the_steps_since_the_last_call():
     rebalancer, runner = loop(policy="static")
-    assert rebalancer.pressure_S().tolist() == [0.0, 0.0]
+    assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
     steps(rebalancer, runner, 2)
     # Per step and layer, of 2 tokens' experts each: ranks 0 and 1 hold experts 0 to 3.
     halves = SKEWED_LSE[0].sum(axis=0).reshape(2, 4).sum(axis=1)
-    assert np.allclose(rebalancer.pressure_S(), halves / MODEL.experts_per_token)
+    assert np.allclose(rebalancer.traffic.pressure_S(), halves / MODEL.experts_per_token)
     steps(rebalancer, runner, 4, 2 * SKEWED_LSE)
-    assert np.allclose(rebalancer.pressure_S(), 2 * halves / MODEL.experts_per_token)
-    assert rebalancer.pressure_S().tolist() == [0.0, 0.0]
+    assert np.allclose(rebalancer.traffic.pressure_S(), 2 * halves / MODEL.experts_per_token)
+    assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
 
 
 def test_the_straggler_form_of_pressure():
@@ -355,17 +356,17 @@ def test_the_straggler_form_of_pressure():
     rebalancer = Rebalancer(MODEL, config, runner, AtOnce())
     steps(rebalancer, runner, 2)
     # Ranks hold two experts each: the fullest of the first two has 170 + 3 tokens a step, of the other two 7 + 130.
-    assert np.allclose(rebalancer.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
+    assert np.allclose(rebalancer.traffic.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
 
 
 def test_pressure_follows_the_placement_in_force():
     rebalancer, runner = loop(policy="eplb")
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)
-    rebalancer.pressure_S()
+    rebalancer.traffic.pressure_S()
     steps(rebalancer, runner, 1)
     expected_S = expert_pressure_S(SKEWED_LSE, runner.slot_of_expert_LE, RANKS, 1, MODEL.experts_per_token)
-    assert np.allclose(rebalancer.pressure_S(), expected_S)
+    assert np.allclose(rebalancer.traffic.pressure_S(), expected_S)
 
 
 # -- totals -------------------------------------------------------------------
