@@ -132,14 +132,14 @@ async def one_life(model: Path, processes: int, devices: int) -> Result:
         group.running[0].send_signal(signal.SIGTERM)
         if any(codes := await exit_codes(group)):
             raise ChildProcessError(f"a drain ended with {codes}: see {OUT}")
-    wanted_S = np.array(status.tokens_computed_S) * config.experts_per_token
+    wanted_S = np.array([engine.tokens_computed for engine in status.engines]) * config.experts_per_token
     cost = COMMANDS.search(group.logs[0].read_text())
     return Result(
         answers,
-        seconds / status.step * 1e3,
-        status.experts_moved,
+        seconds / status.steps.count * 1e3,
+        status.placement.experts_moved,
         bool((counts_LSE.sum(axis=2) == wanted_S).all()),
-        status.compiles_after_warmup,
+        status.steps.compiles_after_warmup,
         (_number(cost[2]), _number(cost[3])) if cost else None,
     )
 
@@ -155,9 +155,9 @@ async def one_loss(model: Path, index: int) -> tuple[str, ...]:
     async with served(model, 2, 2, *options) as group:
         start = time.monotonic() - began
         async with GimbalClient(group.target) as client:
-            before = (await client.status()).step
+            before = (await client.status()).steps.count
             streams = [asyncio.create_task(answer(client, i, config.vocab_size)) for i in range(REQUESTS)]
-            while (await client.status()).step < before + KILL_AFTER_STEPS:
+            while (await client.status()).steps.count < before + KILL_AFTER_STEPS:
                 await asyncio.sleep(0.01)
             group.running[index].kill()
             killed = time.monotonic()

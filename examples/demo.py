@@ -117,7 +117,7 @@ async def run(name: str, policies: Sequence[str], calls: Sequence[Call]) -> tupl
         ranks=placement.ranks,
         clients=summarise(measured),
         experts=expert_traffic(samples, placement.ranks),
-        experts_moved=status.experts_moved,
+        experts_moved=status.placement.experts_moved,
         tokens_counted=counted / (layers * load_config(MODEL).experts_per_token),
         tokens_served=tokens_served(measured),
     )

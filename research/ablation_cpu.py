@@ -30,8 +30,8 @@ from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.demo_model import TOPICS
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.placement.rebalance import move_to
+from gimbal_jax.serving.core.core import EngineCore
+from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
 from gimbal_jax.simulation.routing import RoutingConfig, synthetic_router
 from gimbal_jax.simulation.systems import SYSTEMS, System
 from gimbal_jax.simulation.workload import Arrival, WorkloadConfig, make_workload
@@ -161,7 +161,7 @@ def measured_capacity(model: ModelConfig, runner: TimedRunner, run: CapacityRun)
     """Requests per second that the server answers when many clients never let it rest."""
     encode, rng = demo_encode(), np.random.default_rng(0)
     calls = [call_of(arrival, encode, rng) for arrival in arrivals_of(model, 1000, 1.0, seed=10**6)]
-    with running(Server(model, BASE, runner)) as server:
+    with running(EngineCore(model, BASE, runner)) as server:
         return closed_loop(server, calls, run.clients, run.seconds)
 
 
@@ -173,12 +173,13 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
     rng = np.random.default_rng(seed)
     arrivals = arrivals_of(model, max(1, round(run.requests_per_s * run.seconds)), run.requests_per_s, seed)
     calls = [call_of(arrival, encode, rng) for arrival in arrivals]
-    move_to(runner, static_placement(len(model.moe_layers), model.num_experts, ranks), config)
+    apply_placement(runner, static_placement(len(model.moe_layers), model.num_experts, ranks), config)
     runner.begin_counts()()
     runner.take_steps()
     runner.take_traffic()
     executor = AtOnce() if SYSTEMS[run.system].migration == "blocking" else None
-    with running(Server(model, config, runner, placement_executor=executor)) as server:
+    rebalancer = Rebalancer(model, config, runner, executor)
+    with running(EngineCore(model, config, runner, rebalancer=rebalancer)) as server:
         seen = open_loop(server, calls)
         status = server.status()
     traffic = [portion for portion in runner.take_traffic() if portion.counts_LSE.any()]
@@ -190,10 +191,10 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
         "sent_late_s": float(np.mean([m.arrival_s - call.arrival_s for m, call in zip(seen, calls, strict=True)])),
         "imbalance": float(np.average(uneven, weights=tokens)),
         "remote_share": float(np.average(remote, weights=tokens)),
-        "experts_moved": status.experts_moved,
-        "decisions": len(status.placements),
-        "decision_s": sum(record.seconds for record in status.placements),
-        "steps": status.step,
+        "experts_moved": status.placement.totals.experts_moved,
+        "decisions": len(status.placement.records),
+        "decision_s": sum(record.seconds for record in status.placement.records),
+        "steps": status.steps.count,
         "step_s": sum(step.seconds for step in runner.take_steps()),
         "preemptions": status.preemptions,
     }

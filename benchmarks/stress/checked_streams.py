@@ -139,9 +139,9 @@ async def sample(client: GimbalClient, pid: int, time_s: float) -> Sample:
         time_s,
         int(rss.split()[1]) / 1024,
         len(list((process / "fd").iterdir())),
-        sum(status.free_pages_S),
+        sum(engine.free_pages for engine in status.engines),
         status.active_requests,
-        status.experts_moved,
+        status.placement.experts_moved,
         status.preemptions,
     )
 

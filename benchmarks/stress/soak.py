@@ -92,7 +92,7 @@ def main(
 async def soak(seconds: float, share: float, seed: int) -> bool:
     rng = np.random.default_rng(seed)
     async with running_server(MODEL, SERVER, OUT / "server.log") as server, GimbalClient(server.target) as client:
-        pages = (await client.status()).free_pages_S
+        pages = [engine.free_pages for engine in (await client.status()).engines]
         calls = await quiet_answers(client, make_calls(MODEL, REQUESTS, rng), console)
         capacity = await measured_capacity(client, calls)
         console.print(f"capacity: {capacity:.1f} requests/s with {CAPACITY_CLIENTS} clients; load: {share:.0%} of it")
@@ -116,11 +116,11 @@ async def soak(seconds: float, share: float, seed: int) -> bool:
             "tokens lost or too many": sum(bool(seen.wrong) for seen in result.seen),
             "streams that another rounding of a tie led elsewhere": sum(seen.gap is not None for seen in result.seen),
             "streams with other tokens than the quiet run": sum((seen.gap or 0) > TIE for seen in result.seen),
-            "pages missing": sum(pages) - sum(status.free_pages_S),
+            "pages missing": sum(pages) - sum(engine.free_pages for engine in status.engines),
             "file handles more than before": after.files - before.files,
             "clients killed": result.killed,
-            "experts moved": status.experts_moved,
-            "compiles after warm-up": status.compiles_after_warmup,
+            "experts moved": status.placement.experts_moved,
+            "compiles after warm-up": status.steps.compiles_after_warmup,
             "RSS before and after, MiB": f"{before.rss_mib:.0f}, {after.rss_mib:.0f}",
             "RSS slope, MiB per hour": f"{rss_slope(result.samples):.1f}",
         }

@@ -76,7 +76,7 @@ async def grpc_surface(target: str, pid: int | None = None) -> AsyncIterator[Sur
             raise ClientError(error.code(), error.details() or "") from error
 
         async def phases() -> tuple[PhaseTimes, ...]:
-            return (await client.status()).phases
+            return (await client.status()).steps.phases
 
         words = await _words(client)
         special = {*info.eos_token_ids, info.pad_token_id}

@@ -87,7 +87,7 @@ def test_counts_of_a_running_server_become_a_file(tmp_path, option, factor):
     with FakeCore() as core:
         result = asyncio.run(main(core))
     assert (result.exit_code, result.stderr.strip()) == (0, f"wrote {path}")
-    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().window_counts_LSE * factor)
+    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().placement.window_counts_LSE * factor)
 
 
 def test_help_names_every_command_and_says_what_every_option_does():

@@ -12,6 +12,7 @@ from tests.e2e.rig import CONFIG, FOLDER, MODEL, OnlyThese, random_requests, ses
 from tests.model.naive_sampling import adjusted
 from tests.model.rig import Chunk
 from tests.model.rig import rig as plain_rig
+from tests.serving.statuses import per_engine
 
 MARGIN = 1e-3
 """Between the best two logits, for a choice to be sure: the mesh adds up in another order than one device."""
@@ -156,4 +157,4 @@ def test_a_sick_token_fails_its_requests_alone(runner, monkeypatch):
         }
         assert [found[one.id] for one in ill] == [[], []]
         assert list(mixed.run(after).values()) == list(expected.values())
-        assert mixed.server.status().free_pages_S == (CONFIG.engine.num_pages,) * 2
+        assert per_engine(mixed.server.status(), "free_pages") == (CONFIG.engine.num_pages,) * 2

@@ -23,6 +23,7 @@ from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.scheduler.counts_file import load_counts, save_placement
 from tests.e2e.rig import CONFIG, FOLDER, LAYERS, MODEL, TOP_K
 from tests.serving.engine.fake_runner import FakeRunner
+from tests.serving.statuses import per_engine
 
 GIMBAL = Path(sys.executable).with_name("gimbal")
 MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
@@ -97,7 +98,7 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
         assert answer[1] == "length"
 
         await client.rebalance()
-        while not (await client.status()).experts_moved:
+        while not (await client.status()).placement.experts_moved:
             await asyncio.sleep(0.05)
         placement_LE = (await client.placement()).slot_of_expert_LE
         assert not np.array_equal(placement_LE, reversed_LE)
@@ -132,8 +133,8 @@ async def second_life(tmp: Path, placement_LE: np.ndarray, answer: tuple[list[in
 
         tasks = await under_load(client, 100, 200)
         status = await client.status()
-        assert status.compiles_after_warmup == 0 < sum(status.tokens_computed_S)
-        counted = sum(status.tokens_computed_S) * LAYERS * TOP_K
+        assert status.steps.compiles_after_warmup == 0 < sum(per_engine(status, "tokens_computed"))
+        counted = sum(per_engine(status, "tokens_computed")) * LAYERS * TOP_K
         while (await client.counts("total")).sum() < counted:  # they follow within a trace period
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)

@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gimbal_jax.serving.engine.request import RequestId
 from tests.e2e.rig import random_requests, session, shuffle_a_layer
+from tests.serving.statuses import per_engine
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +19,7 @@ def requests():
 @pytest.fixture(scope="module")
 def expected(runner, requests):
     """Tokens of each request run alone."""
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[RequestId, list[int]] = {}
     with session(runner) as alone:
         for request in requests:
             tokens |= alone.run([request])
@@ -41,7 +43,7 @@ def test_bound_late_as_one_by_one(runner, requests, expected):
     with session(runner, dispatch="late") as late:
         assert late.run([replace(request, engine=None, sequence=0) for request in requests]) == expected
         # Both engines took part, and what was preempted went on.
-        assert min(late.server.status().tokens_computed_S) > 200
+        assert min(per_engine(late.server.status(), "tokens_computed")) > 200
         assert late.server.status().preemptions > 3
 
 
@@ -58,6 +60,6 @@ def test_across_the_server_s_own_rebalancing(runner, requests, expected):
     with session(runner, policy="eplb", window_steps=2, migrate_bytes_per_tick=1) as moved:
         # The placement thread needs a moment now and then.
         assert moved.run(requests, between=lambda: time.sleep(0.002)) == expected
-        applied = [record for record in moved.server.status().placements if record.outcome == "applied"]
+        applied = [record for record in moved.server.status().placement.records if record.outcome == "applied"]
         assert len(applied) >= 3
-        assert moved.server.status().experts_moved >= 10
+        assert moved.server.status().placement.totals.experts_moved >= 10

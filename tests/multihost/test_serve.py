@@ -12,6 +12,7 @@ from gimbal_jax.model.orbax_checkpoint import is_orbax
 from gimbal_jax.scheduler.counts_file import load_placement
 from tests.e2e.rig import LAYERS, TOP_K
 from tests.multihost.rig import Cluster, answer, answers, cluster, exit_codes, printed
+from tests.serving.statuses import per_engine
 
 REQUESTS = 64
 END_S = 600
@@ -48,22 +49,22 @@ async def check_migrations(served: Cluster, expected) -> None:
     asking = asyncio.create_task(rebalance())
     async with asyncio.timeout(END_S):
         assert await answers(client, REQUESTS) == expected
-        while not (await client.status()).experts_moved:  # the first decision takes long on a busy host
+        while not (await client.status()).placement.experts_moved:  # the first decision takes long on a busy host
             assert await answers(client, REQUESTS) == expected
         asking.cancel()
         status = await client.status()
-        wanted_LS = np.tile(status.tokens_computed_S, (LAYERS, 1)) * TOP_K
+        wanted_LS = np.tile(per_engine(status, "tokens_computed"), (LAYERS, 1)) * TOP_K
         while (counts_LSE := await client.counts("total")).sum() < wanted_LS.sum():  # counts follow the tokens
             await asyncio.sleep(0.01)
     np.testing.assert_array_equal(counts_LSE.sum(axis=2), wanted_LS)
-    assert status.compiles_after_warmup == 0
+    assert status.steps.compiles_after_warmup == 0
 
 
 async def under_load(served: Cluster) -> list[asyncio.Task[tuple[list[int], str]]]:
     """Streams that have begun and are far from their ends, because only four of them run at a time."""
-    before = (await served.client.status()).step
+    before = (await served.client.status()).steps.count
     streams = [asyncio.create_task(answer(served.client, i, 60)) for i in range(24)]
-    while (await served.client.status()).step < before + 3:
+    while (await served.client.status()).steps.count < before + 3:
         await asyncio.sleep(0.01)
     return streams
 

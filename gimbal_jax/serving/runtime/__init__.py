@@ -1,1 +1,1 @@
-""""""
+"""Devices: the runner, its batches, compiled programs and memory."""

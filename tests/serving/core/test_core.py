@@ -18,6 +18,7 @@ from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.engine.plan import NOT_FINITE
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.fake_server import MODEL, running_server, until
+from tests.serving.statuses import per_engine
 
 AHEAD = pytest.mark.parametrize("ahead", [0, 1])
 
@@ -34,7 +35,8 @@ def test_requests_of_both_engines_run_in_one_step(ahead):
         assert outputs.tokens("b") == [11, 12]
         assert outputs.ends() == {"a": ("length", ""), "b": ("length", "")}
         status = server.status()
-        assert (status.step, status.tokens_computed_S, status.free_pages_S) == (3, (5, 2), FREE)
+        assert (status.steps.count, per_engine(status, "tokens_computed")) == (3, (5, 2))
+        assert per_engine(status, "free_pages") == FREE
 
 
 @AHEAD
@@ -48,18 +50,18 @@ def test_counts_are_tokens_computed_times_k(ahead):
         tick(server, 60)
         status = server.status()
         assert np.array_equal(
-            status.total_counts_LSE.sum(axis=2),
-            np.tile(np.array(status.tokens_computed_S) * MODEL.experts_per_token, (2, 1)),
+            status.placement.total_counts_LSE.sum(axis=2),
+            np.tile(np.array(per_engine(status, "tokens_computed")) * MODEL.experts_per_token, (2, 1)),
         )
         # Of the 29 tokens of the cancelled one a step took 16.
-        assert status.tokens_computed_S == (16 + 6 * (7 + 5), 6 * (7 + 5))
-        assert status.free_pages_S == FREE
+        assert per_engine(status, "tokens_computed") == (16 + 6 * (7 + 5), 6 * (7 + 5))
+        assert per_engine(status, "free_pages") == FREE
 
 
 def test_idle_ticks_run_no_step():
     with open_server() as (server, _, _):
         tick(server, 5)
-        assert server.status().step == 0
+        assert server.status().steps.count == 0
 
 
 def test_traces_are_published_at_their_period_also_by_idle_engines():
@@ -110,13 +112,7 @@ def test_full_queue_refuses_until_there_is_room():
 def test_queue_bound_counts_what_arrives_during_a_tick():
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_queue=2))
     with open_server(config) as (server, runner, _):
-        results = runner.results
-
-        def results_while_others_arrive():
-            server.submit(request("b"))
-            return results()
-
-        runner.results = results_while_others_arrive
+        runner.on_wait = lambda results: server.submit(request("b"))
         server.submit(request("a"))
         tick(server, 1)
         server.submit(request("c"))
@@ -130,7 +126,7 @@ def test_cancelled_in_the_instant_it_was_submitted():
         server.cancel("a")
         tick(server, 3)
         assert outputs.all == []
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
         assert all(engine.idle for engine in server.engines)
 
 
@@ -140,14 +136,14 @@ def test_cancel_frees_pages_within_one_tick(ahead):
         server.submit(request("a", max_tokens=50))
         server.submit(request("b", max_tokens=5))
         tick(server, 2)
-        assert server.status().free_pages_S < FREE
+        assert per_engine(server.status(), "free_pages") < FREE
         server.cancel("a")
         server.cancel("unknown")
         tick(server, 1)
         assert len(outputs.tokens("a")) == 2 - ahead
         tick(server, 5)
         assert outputs.ends() == {"b": ("length", "")}
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 @AHEAD
@@ -212,26 +208,25 @@ def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason, 
         assert ends["before"] == ends["after"] == ("length", "")
         assert outputs.tokens("before") == outputs.tokens("after") == [4, 5, 6, 7]
         assert ends["broken"][0] == "error" and reason in ends["broken"][1] and "no such rule" in ends["broken"][1]
-        assert server.status().free_pages_S == FREE and server.state == "serving"
+        assert per_engine(server.status(), "free_pages") == FREE and server.state == "serving"
 
 
 @AHEAD
 def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
     with open_server(ahead=ahead) as (server, runner, outputs):
-        enqueue, results, in_flight = runner.enqueue, runner.results, []
+        enqueue, in_flight = runner.enqueue, []
 
         def note_the_plan(plans, lap):
-            enqueue(plans, lap)
             ids = server.engines[0]._rows.request_id_R
             in_flight.append((plans[0], ids.index("poisoned") if "poisoned" in ids else -1))
+            return enqueue(plans, lap)
 
-        def poisoned():
-            (found, idle), (plan, row) = results(), in_flight.pop(0)
+        def poison(results):
+            found, (plan, row) = results[0], in_flight.pop(0)
             found.token_D[plan.decode.row_D == row] = NOT_FINITE
             found.token_C[[chunk.row == row for chunk in plan.prefill]] = NOT_FINITE
-            return [found, idle]
 
-        runner.enqueue, runner.results = note_the_plan, poisoned
+        runner.enqueue, runner.on_wait = note_the_plan, poison
         for name in ("a", "poisoned", "b"):
             server.submit(request(name))
         tick(server, 6)
@@ -241,7 +236,7 @@ def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
             "poisoned": ("error", "its logits are not finite"),
         }
         assert outputs.tokens("a") == outputs.tokens("b") == [4, 5, 6, 7]
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 # -- clocks that jump -----------------------------------------------------------
@@ -282,7 +277,7 @@ def test_a_clock_that_jumps_or_stands_still_starves_nobody(policy, began, ticks,
                 assert 0 <= trace.kv_use <= 1
                 assert trace.waiting_prefill_tokens >= 0 and trace.running_prefill_tokens >= 0
         assert len(outputs.ends()) == submitted and set(outputs.ends().values()) <= {("length", "")}
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 # -- the engine thread ----------------------------------------------------------
@@ -308,15 +303,13 @@ def test_drains_what_runs_and_stops(ahead):
 @AHEAD
 def test_stop_ends_what_is_left(ahead):
     with new_server(ahead=ahead) as (server, runner, outputs):
-        results = runner.results
         stepping, go_on = threading.Event(), threading.Event()
 
-        def held():
+        def hold(results):
             stepping.set()
             assert go_on.wait(20)
-            return results()
 
-        runner.results = held
+        runner.on_wait = hold
         server.start()
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
@@ -329,24 +322,22 @@ def test_stop_ends_what_is_left(ahead):
         stopper.join(20)
         ends = outputs.ends()
         assert ends == dict.fromkeys(("running", "in the inbox"), ("error", "the server has stopped"))
-        assert server.status().free_pages_S == FREE
+        assert per_engine(server.status(), "free_pages") == FREE
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_is_abandoned_has_failed_for_that_reason_and_is_not_waited_for(fails):
     with new_server() as (server, runner, _):
-        results = runner.results
         stepping, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
-        def held():
+        def hold(results):
             stepping.set()
             assert go_on.wait(20)
             if fails:
                 raise RuntimeError("connection closed by peer")
-            return results()
 
-        runner.results = held
+        runner.on_wait = hold
         server.start(on_end=over.set)
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
@@ -371,26 +362,20 @@ def test_status_while_warming_up():
         server.start(warm_up)
         assert warming.wait(20)
         status = server.status()
-        assert (status.state, status.step, status.traces) == ("warming", 0, ())
-        assert (status.free_pages_S, status.compiles_after_warmup) == (FREE, 0)
+        assert (status.state, status.steps.count, status.traces) == ("warming", 0, ())
+        assert (per_engine(status, "free_pages"), status.steps.compiles_after_warmup) == (FREE, 0)
         go_on.set()
         wait_for(lambda: server.state == "serving")
 
 
 def test_status_is_not_starved_by_a_busy_engine_thread():
     with new_server() as (server, runner, outputs):
-        results = runner.results
-
-        def slow():
-            time.sleep(0.01)
-            return results()
-
-        runner.results = slow
+        runner.on_wait = lambda results: time.sleep(0.01)
         server.start()
         wait_for(lambda: server.state == "serving")
         for i in range(40):
             server.submit(request(f"r{i}", max_tokens=50, engine=i % 2, sequence=i // 2 + 1))
-        steps = [server.status().step for _ in range(10)]
+        steps = [server.status().steps.count for _ in range(10)]
         assert len(outputs.ends()) < 40, "the engines were idle"
         assert steps[-1] - steps[0] < 100
 
@@ -402,7 +387,7 @@ def test_idle_server_publishes_and_rebalances():
         first = server.traces[0].time
         wait_for(lambda: server.traces[0].time > first)
         server.rebalance()
-        wait_for(lambda: server.status().placements)
+        wait_for(lambda: server.status().placement.records)
 
 
 # -- failure ----------------------------------------------------------------------
@@ -429,7 +414,7 @@ def test_failed_step_ends_every_request(ahead):
         with pytest.raises(NotServing, match="failed"):
             server.submit(request("late"))
         status = server.status()  # although the devices have lost their counters
-        assert (status.state, status.error, status.free_pages_S) == ("failed", reason, FREE)
+        assert (status.state, status.error, per_engine(status, "free_pages")) == ("failed", reason, FREE)
         server.stop()
         assert server.state == "failed"
 
@@ -466,20 +451,19 @@ def test_streams_over_grpc_end_when_the_engine_fails():
     async def main(server, runner):
         async with asyncio.timeout(20), running_server(server) as (client, _, stop, serving):
             loop, all_in, submitted = asyncio.get_running_loop(), threading.Event(), []
-            submit, results = server.submit, runner.results
+            submit = server.submit
 
             def submit_and_count(request):
                 submit(request)
                 submitted.append(request)
 
-            def results_when_all_are_in():
+            def wait_for_all(results):
                 assert all_in.wait(20)
-                return results()
 
             async def stream(engine):
                 return [chunk async for chunk in client.generate(token_ids=[1], max_tokens=60, engine=engine)]
 
-            server.submit, runner.results, runner.steps_left = submit_and_count, results_when_all_are_in, 3
+            server.submit, runner.on_wait, runner.steps_left = submit_and_count, wait_for_all, 3
             server.start(on_end=lambda: loop.call_soon_threadsafe(stop.set))
             await until(lambda: server.state == "serving")
             streams = asyncio.gather(*(stream(i % 2) for i in range(12)), return_exceptions=True)

@@ -17,6 +17,7 @@ from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from tests.serving.core.ticked_server import open_server
+from tests.serving.statuses import per_engine
 
 CONFIG = ServerConfig(
     MeshConfig(dp=2, tp=1),
@@ -47,13 +48,13 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
                 while now < due:
                     await asyncio.sleep(0)
                 history += tuple(draw.choices(range(290), k=draw.randint(8, 24)))
-                outputs = frontend.generate(
+                stream = frontend.generate(
                     f"{number}/{turn}",
                     history,
                     SamplingParams(draw.randint(2, 12), temperature=0.0),
                     page_hashes=page_hashes(history, CONFIG.engine.page_size),
                 )
-                history += tuple([token async for output in outputs for token in output.token_ids])
+                history += tuple([token async for delta in stream for token in delta.token_ids])
 
         tasks = [asyncio.create_task(conversation(number)) for number in range(CONVERSATIONS)]
         while not all(task.done() for task in tasks):
@@ -63,10 +64,10 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         # What the index knows is what the engines hold.
-        for engine, pages in enumerate(server.status().cached_pages_S):
+        for engine, pages in enumerate(per_engine(server.status(), "cached_pages")):
             assert len(frontend.prefixes.snapshot(engine)) == pages
         status = server.status()
-        assert sum(status.prefix_hits_S) == sum(record.cached_tokens or 0 for record in records)
+        assert sum(per_engine(status, "prefix_hits")) == sum(record.cached_tokens or 0 for record in records)
     return records, frontend
 
 
