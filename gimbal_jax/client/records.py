@@ -1,4 +1,4 @@
-"""What the client returns and raises."""
+"""Results and errors of the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotal
 
 
 class ClientError(Exception):
-    """A call failed. ``code`` is its gRPC status."""
+    """Failure of a call. ``code`` is its gRPC status."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details or code.name)
@@ -26,31 +26,31 @@ class ClientError(Exception):
 
 
 class InvalidRequest(ClientError):
-    """A field has a value that the server cannot serve; the text names the field and its range."""
+    """A field has an invalid value. The text names the field and its range."""
 
 
 class Unsupported(ClientError):
-    """The server does not do this; the text names the field or method."""
+    """The server does not support a field or method. The text names it."""
 
 
 class Overloaded(ClientError):
-    """The queue is full: try again later."""
+    """The queue is full. Try again later."""
 
 
 class Unavailable(ClientError):
-    """No server, or one that warms up, drains or has stopped."""
+    """There is no server, or it warms up, drains or has stopped."""
 
 
 class Unauthenticated(ClientError):
-    """The server wants an API key, and this is none of its own."""
+    """The server requires an API key, and the client has none or a wrong one."""
 
 
 class DeadlineExceeded(ClientError):
-    """The call's timeout passed."""
+    """The timeout of the call has passed."""
 
 
 class AlreadyRunning(ClientError):
-    """A request of the same id is still running."""
+    """A request with the same id is still running."""
 
 
 ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
@@ -58,7 +58,7 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
-    # A call that arrives while the server closes; a caller's own cancellation is asyncio's error.
+    # A call that arrives while the server closes. A cancellation by the caller raises asyncio's error instead.
     grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
@@ -68,31 +68,34 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one output; the last chunk of each says how it ended."""
+    """New tokens of one output. The last chunk of an output has its finish reason."""
 
     token_ids: tuple[int, ...]
     text: str
-    """What the new tokens complete, but for what may become a stop string; empty for a request by token ids."""
+    """Text that the new tokens complete; an end that may become a stop string is withheld.
+
+    Empty for a request by token ids.
+    """
     logprobs: tuple[TokenLogprobs, ...]
     prompt_tokens: int
     completion_tokens: int
-    """Tokens so far, these included."""
+    """Output tokens so far, including these."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while there is more to come."""
+    """"stop", "length" or "abort"; None if more chunks follow."""
     stop_token_id: int | None = None
     stop_text: str | None = None
-    """The stop string that ended it."""
+    """Stop string that ended the output; None if there was none."""
     index: int = 0
-    """Which of the n outputs."""
+    """Index of the output, of n."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    """Log probabilities of all prompt tokens except the first; only in the first chunk, and only if requested."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each expert is: rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
+    """Slot of each expert, by MoE layer. Rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
 
     slot_of_expert_LE: np.ndarray
     ranks: int
@@ -101,10 +104,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Traces:
-    """The latest published traces, one per engine; none before the first."""
+    """The latest published traces, one per engine; empty before the first."""
 
     now: float
-    """Seconds on the server's monotonic clock, as all times of traces and decisions."""
+    """Current time in seconds on the server's monotonic clock, which all times of traces and decisions use."""
     traces: tuple[Trace, ...]
     central_queue: int
     """Requests that have no engine yet."""
