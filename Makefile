@@ -1,6 +1,6 @@
 # `make` lists the targets. PYTHON, if given, is the interpreter that .venv is made with.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test cuda-check lint format protos goldens clean
+.PHONY: help setup demo test test-all cuda-check lint format protos goldens clean
 
 BIN := .venv/bin
 # For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
@@ -16,8 +16,11 @@ setup: ## make .venv, if it is not there or out of date
 demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
 	$(BIN)/python -m examples.demo
 
-test: setup ## run the tests
-	$(BIN)/python -m pytest
+test: setup ## run the fast tests of every room (5 minutes)
+	$(BIN)/python -m pytest -m "not slow and not process and not tools" --hypothesis-profile fast
+
+test-all: setup ## run all tests and list the 25 slowest (12 minutes)
+	$(BIN)/python -m pytest --durations 25
 
 cuda-check: ## compile kernels and steps for GPUs that are not there, and check them; see docs/cuda.md
 	@scripts/bootstrap --cuda $(PYTHON)

@@ -24,7 +24,7 @@ from benchmarks.tick import EXPERTS, LAYERS, MODEL, STEADY, TOP_K, Clients, Inst
 from gimbal_jax.config import GPU_ENGINE, MeshConfig, PlacementConfig, PlacementPolicy, ServerConfig
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.process import PlacementProcess
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
@@ -52,7 +52,7 @@ def tick_ms(policy: PlacementPolicy, executor: Executor, window_steps: int, step
     engine = replace(GPU_ENGINE, max_model_len=512, max_rows=ROWS, num_pages=ROWS * 10, max_queue=1000)
     config = ServerConfig(MESH, engine, placement=PlacementConfig(policy=policy, window_steps=window_steps))
     runner = InstantRunner(config, windows_LSE(), step_s)
-    server = Server(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, executor))
+    server = EngineCore(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, executor))
     # A process imports what it needs with its first call.
     executor.submit(static_placement, LAYERS, EXPERTS, MESH.ranks).result()
     try:

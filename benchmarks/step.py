@@ -66,8 +66,7 @@ def step_of(runner: DeviceRunner, plan: Plan) -> Work:
     plans = [plan] * runner.config.mesh.dp
 
     def work() -> object:
-        runner.enqueue(plans, lambda name: None)
-        return runner.results()
+        return runner.enqueue(plans, lambda name: None)()
 
     return work
 

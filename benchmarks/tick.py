@@ -1,4 +1,4 @@
-"""What a tick costs without the devices: ``Server.tick`` over a runner that has its results at once.
+"""What a tick costs without the devices: ``EngineCore.tick`` over a runner that has its results at once.
 
 The arrays of a step are made as for real devices (``serving.batch``), in numpy, and real results are read from them;
 nothing computes. So this is all that the engine thread does between two steps: for 2, 16 and 64 engines of 256 running
@@ -12,7 +12,6 @@ import itertools
 import json
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,14 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gimbal_jax.config import GPU_ENGINE, MeshConfig, ModelConfig, ServerConfig
-from gimbal_jax.model.inputs import StepOutputs, StepShape, step_shape
+from gimbal_jax.model.inputs import StepOutputs, step_shape
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
-from gimbal_jax.serving.engine.runner import Lap
-from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets
+from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
+from gimbal_jax.serving.engine.runner import Lap, Pending
+from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
 """Of Qwen3-30B-A3B."""
@@ -69,23 +68,24 @@ class InstantRunner:
         self.slot_of_expert_LE = static_placement(LAYERS, EXPERTS, config.mesh.ranks)
         self._engine, self._step_s = config.engine, step_s
         self._buckets = step_buckets(config.engine, config.mesh.tp)
-        self._blank = blank(config.engine, VOCABULARY, config.mesh.dp)
-        self._enqueued: deque[tuple[Sequence[Plan], StepShape, float]] = deque()
+        self._defaults = default_rare_inputs(config.engine, VOCABULARY, config.mesh.dp)
+        self._done = 0.0
+        """When the last step enqueued will be done."""
         self._windows_LSE = itertools.cycle(windows_LSE)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
         shape = step_shape(self._engine, bucket_for(plans, self._buckets))
-        stack(plans, shape, self._blank)
+        pack_step(plans, shape, self._defaults)
         lap("batch")
-        before = self._enqueued[-1][2] if self._enqueued else 0.0
-        self._enqueued.append((plans, shape, max(before, time.perf_counter()) + self._step_s))
+        done = self._done = max(self._done, time.perf_counter()) + self._step_s
 
-    def results(self) -> list[StepResult]:
-        plans, shape, done = self._enqueued.popleft()
-        if (left := done - time.perf_counter()) > 0:
-            time.sleep(left)
-        outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
-        return [results_of(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+        def pending() -> list[StepResult]:
+            if (left := done - time.perf_counter()) > 0:
+                time.sleep(left)
+            outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
+            return [unpack_results(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         counts_LSE = next(self._windows_LSE)
@@ -125,13 +125,13 @@ LOADS = (
 class Clients:
     """Keep so many requests in each engine; all their prompts are different."""
 
-    def __init__(self, server: Server, load: Load, running: int) -> None:
+    def __init__(self, server: EngineCore, load: Load, running: int) -> None:
         self._server, self._load = server, load
         self._serial = itertools.count()
         self._sent = [0] * len(server.engines)
-        self._engine_of: dict[str, int] = {}
-        server.on_outputs = self._take
-        self._ended: list[str] = []
+        self._engine_of: dict[RequestId, int] = {}
+        server.subscribe(self._take)
+        self._ended: list[RequestId] = []
         for engine in range(len(server.engines)):
             for place in range(running + load.waiting):
                 # The first ones end one after the other, as later ones do.
@@ -143,20 +143,20 @@ class Clients:
             self._send(self._engine_of.pop(name), self._load.output)
         self._ended.clear()
 
-    def _take(self, outputs: list[Output]) -> None:
-        self._ended += [output.request_id for output in outputs if output.finish_reason is not None]
+    def _take(self, news: TickNews) -> None:
+        self._ended += [output.request_id for output in news.outputs if output.finish_reason is not None]
 
     def _send(self, engine: int, output: int) -> None:
         serial = next(self._serial)
         prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
-        self._engine_of[str(serial)] = engine
-        self._server.submit(Request(str(serial), prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._engine_of[serial] = engine
+        self._server.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager
-def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server, Clients]]:
+def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
     """A server that is to be ticked by hand, with all rows running."""
     longest = load.prompt + load.output + 1
     engine = replace(
@@ -164,7 +164,7 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server,
     )
     config = ServerConfig(MeshConfig(engines, 1), engine)
     counts_LSE = np.random.default_rng(0).poisson(100, (LAYERS, engines, EXPERTS))
-    server = Server(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
+    server = EngineCore(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
     try:
         server.open()
         clients = Clients(server, load, rows)
@@ -176,7 +176,7 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server,
         server.stop()
 
 
-def tick_seconds(server: Server, clients: Clients, ticks: int) -> np.ndarray:
+def tick_seconds(server: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
     """Of each of so many ticks; the requests that come in between are not counted."""
     seconds = np.zeros(ticks)
     for i in range(ticks):

@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "GimbalClient": "serving.client",
+    "GimbalClient": "client.client",
     "Routing": "pallas_kernels",
     "exact_answer": "scheduler.exact",
     "exchange_table": "model.experts",

@@ -30,7 +30,7 @@ from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.demo_model import TOPICS
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
 from gimbal_jax.simulation.routing import RoutingConfig, synthetic_router
 from gimbal_jax.simulation.systems import SYSTEMS, System
@@ -161,7 +161,7 @@ def measured_capacity(model: ModelConfig, runner: TimedRunner, run: CapacityRun)
     """Requests per second that the server answers when many clients never let it rest."""
     encode, rng = demo_encode(), np.random.default_rng(0)
     calls = [call_of(arrival, encode, rng) for arrival in arrivals_of(model, 1000, 1.0, seed=10**6)]
-    with running(Server(model, BASE, runner)) as server:
+    with running(EngineCore(model, BASE, runner)) as server:
         return closed_loop(server, calls, run.clients, run.seconds)
 
 
@@ -179,7 +179,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
     runner.take_traffic()
     executor = AtOnce() if SYSTEMS[run.system].migration == "blocking" else None
     rebalancer = Rebalancer(model, config, runner, executor)
-    with running(Server(model, config, runner, rebalancer=rebalancer)) as server:
+    with running(EngineCore(model, config, runner, rebalancer=rebalancer)) as server:
         seen = open_loop(server, calls)
         status = server.status()
     traffic = [portion for portion in runner.take_traffic() if portion.counts_LSE.any()]

@@ -13,7 +13,7 @@ import numpy as np
 
 from gimbal_jax.bench.measurement import Measurement
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ def call_of(arrival: Arrival, encode: Encode, rng: np.random.Generator) -> Call:
 
 
 @contextmanager
-def running(server: Server) -> Iterator[Server]:
+def running(server: EngineCore) -> Iterator[EngineCore]:
     """The server with its engine thread, until the end of the block; its runner is warm."""
     server.start()
     try:
@@ -75,7 +75,9 @@ def running(server: Server) -> Iterator[Server]:
         server.stop()
 
 
-def open_loop(server: Server, calls: Sequence[Call], on_done: Callable[[], None] = lambda: None) -> list[Measurement]:
+def open_loop(
+    server: EngineCore, calls: Sequence[Call], on_done: Callable[[], None] = lambda: None
+) -> list[Measurement]:
     """Send every call when it is due, whatever became of the others; what each client saw, in order.
 
     Times run from when a call was sent, which is ``arrival_s``: a millisecond or so late, as the event loop's timer is.
@@ -99,7 +101,7 @@ def open_loop(server: Server, calls: Sequence[Call], on_done: Callable[[], None]
     return asyncio.run(all_of_them())
 
 
-def closed_loop(server: Server, calls: Sequence[Call], clients: int, seconds: float) -> float:
+def closed_loop(server: EngineCore, calls: Sequence[Call], clients: int, seconds: float) -> float:
     """Requests per second where each of ``clients`` sends its next call, of those in turn, when its last one is done.
 
     The first quarter of the time does not count: the clients have just begun.
@@ -129,8 +131,9 @@ async def _measure(frontend: Frontend, number: int, call: Call, start: float) ->
     """One stream, sent now, to its end; no token ends an output early."""
     sent, first, tokens = time.monotonic(), float("nan"), 0
     sampling = SamplingParams(call.output_tokens, temperature=0.0)
-    async for output in frontend.generate(str(number), call.prompt, sampling):
-        if output.token_ids and not tokens:
-            first = time.monotonic()
-        tokens += len(output.token_ids)
+    with frontend.generate(str(number), call.prompt, sampling) as stream:
+        async for delta in stream:
+            if delta.token_ids and not tokens:
+                first = time.monotonic()
+            tokens += len(delta.token_ids)
     return Measurement(sent - start, len(call.prompt), tokens, first - sent, time.monotonic() - sent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ import numpy as np
 from gimbal_jax.bench.measurement import Traffic
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Runner
+from gimbal_jax.serving.engine.runner import Lap, Pending, Runner
 from gimbal_jax.simulation.runner import engine_work
 from gimbal_jax.simulation.work import EngineWork
 from research.measured_costs import MeasuredStep
@@ -27,23 +26,22 @@ class TimedRunner:
         self._runner, self._clock = runner, clock
         self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
         """What was computed, from when to when."""
-        self._in_flight: deque[tuple[tuple[EngineWork, ...], float]] = deque()
-        """What is being computed, and since when."""
         self._traffic: list[Traffic] = []
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._runner.slot_of_expert_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
-        self._in_flight.append((tuple(engine_work(plan) for plan in plans), self._clock()))
-        self._runner.enqueue(plans, lap)
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+        work, began = tuple(engine_work(plan) for plan in plans), self._clock()
+        wait = self._runner.enqueue(plans, lap)
 
-    def results(self) -> list[StepResult]:
-        results = self._runner.results()
-        work, began = self._in_flight.popleft()
-        self._steps.append((work, began, self._clock()))
-        return results
+        def pending() -> list[StepResult]:
+            results = wait()
+            self._steps.append((work, began, self._clock()))
+            return results
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         begun, slot_of_expert_LE = self._runner.begin_counts(), self.slot_of_expert_LE

@@ -29,7 +29,7 @@ from rich.table import Table
 from gimbal_jax.bench.measurement import Summary, summarise
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.demo_model import TOPICS
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from gimbal_jax.simulation.routing import BALANCED, Router, synthetic_router
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
@@ -82,7 +82,7 @@ def main(
     with Progress(console=console) as progress:
         compiling = progress.add_task("compiling", total=None)
         model, runner = demo_runner(CONFIG, 1, lambda done, of: progress.update(compiling, completed=done, total=of))
-        with running(Server(model, CONFIG, runner)) as server:
+        with running(EngineCore(model, CONFIG, runner)) as server:
             capacity = closed_loop(server, other_calls(new_router(model, 0), 0), CLIENTS[-1], CAPACITY_S)
         bar = progress.add_task("comparing", total=repetitions * len(LOADS))
         comparisons = []
@@ -126,7 +126,7 @@ def compare(
     rate = load * capacity
     workload = WorkloadConfig(requests=max(1, round(rate * seconds)), rate=rate)
     arrivals = scaled(make_workload(workload, router, seed))
-    with running(Server(model, CONFIG, timed)) as server:
+    with running(EngineCore(model, CONFIG, timed)) as server:
         seen = open_loop(server, [call_of(arrival, encode, rng) for arrival in arrivals])
     sent = [replace(arrival, time_s=m.arrival_s) for arrival, m in zip(arrivals, seen, strict=True)]
     sent.sort(key=lambda arrival: arrival.time_s)
@@ -150,7 +150,7 @@ def busy_steps(model: ModelConfig, runner: TimedRunner, calls: Sequence[Call], s
     """Steps of a server that never rests."""
     steps = []
     for clients in CLIENTS:
-        with running(Server(model, CONFIG, runner)) as server:
+        with running(EngineCore(model, CONFIG, runner)) as server:
             closed_loop(server, calls, clients, seconds / len(CLIENTS))
         own = runner.take_steps()
         steps += own[len(own) // 4 :]  # the first ones after a start are slow

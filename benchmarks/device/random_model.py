@@ -22,7 +22,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams
-from gimbal_jax.serving.runtime.batch import blank, stack
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, pack_step
 
 SPARE_BYTES = 3 * 10**9
 """Left for what a step needs besides weights and pages."""
@@ -151,8 +151,8 @@ def prefill_work(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -
 
 
 def _work(plan: Plan, shape: StepShape, sizes: Sizes, engine: EngineConfig) -> Work:
-    unasked = put_by_engine(blank(engine, sizes.model.vocab_size, engines=1), _mesh())
-    return Work(shape, *stack([plan], shape, unasked))
+    unasked = put_by_engine(default_rare_inputs(engine, sizes.model.vocab_size, engines=1), _mesh())
+    return Work(shape, *pack_step([plan], shape, unasked))
 
 
 def _mesh() -> jax.sharding.Mesh:

@@ -1,4 +1,4 @@
-"""Results and errors of the client."""
+"""Records that the client returns, and errors that it raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotal
 
 
 class ClientError(Exception):
-    """Failure of a call. ``code`` is its gRPC status."""
+    """A failed call. ``code`` is its gRPC status, and the text is the server's error message."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details or code.name)
@@ -26,31 +26,31 @@ class ClientError(Exception):
 
 
 class InvalidRequest(ClientError):
-    """A field has an invalid value. The text names the field and its range."""
+    """A field with a value that the server rejects. The text names the field and its range."""
 
 
 class Unsupported(ClientError):
-    """The server does not support a field or method. The text names it."""
+    """A field or method that the server does not support. The text names it."""
 
 
 class Overloaded(ClientError):
-    """The queue is full. Try again later."""
+    """A full queue, or a client with too many streams. Try again later."""
 
 
 class Unavailable(ClientError):
-    """There is no server, or it warms up, drains or has stopped."""
+    """No server, or a server that warms up, drains or has stopped."""
 
 
 class Unauthenticated(ClientError):
-    """The server requires an API key, and the client has none or a wrong one."""
+    """A missing, wrong or expired API key."""
 
 
 class DeadlineExceeded(ClientError):
-    """The timeout of the call has passed."""
+    """A call that its ``timeout_s`` ended."""
 
 
 class AlreadyRunning(ClientError):
-    """A request with the same id is still running."""
+    """A request id that belongs to a request that is still running."""
 
 
 ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
@@ -58,66 +58,71 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
-    # A call that arrives while the server closes. A cancellation by the caller raises asyncio's error instead.
+    # The server cancels calls that arrive while it closes. A cancellation by the caller is asyncio's error instead.
     grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
+"""Error class of each gRPC status; all others raise ClientError itself."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one output. The last chunk of an output has its finish reason."""
+    """New tokens of one output. The last chunk of each output has a finish_reason."""
 
     token_ids: tuple[int, ...]
     text: str
-    """Text that the new tokens complete; an end that may become a stop string is withheld.
-
-    Empty for a request by token ids.
-    """
+    """Text of the new tokens, without an end that may become a stop string; empty if the prompt was token ids."""
     logprobs: tuple[TokenLogprobs, ...]
+    """Log probabilities of the new tokens; empty unless the request has ``logprobs``."""
     prompt_tokens: int
+    """Number of prompt tokens."""
     completion_tokens: int
-    """Output tokens so far, including these."""
+    """Number of output tokens so far, including the new ones."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held."""
+    """Number of prompt tokens that the prefix cache held."""
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None if more chunks follow."""
+    """"stop", "length" or "abort"; None while there is more to come."""
     stop_token_id: int | None = None
+    """Stop token that ended the output; None if another thing did."""
     stop_text: str | None = None
-    """Stop string that ended the output; None if there was none."""
+    """Stop string that ended the output; None if another thing did."""
     index: int = 0
-    """Index of the output, of n."""
+    """Index of the output, in [0, n)."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log probabilities of all prompt tokens except the first; only in the first chunk, and only if requested."""
+    """Log probabilities of every prompt token but the first, with the first tokens if the request asks for them."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Slot of each expert, by MoE layer. Rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
+    """The placement of all experts: rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
 
     slot_of_expert_LE: np.ndarray
+    """Slot of each expert, int32 [MoE layers, experts]."""
     ranks: int
+    """Number of ranks, each with an equal share of the slots."""
     sources: int
+    """Number of engines, each with an equal share of the ranks."""
 
 
 @dataclass(frozen=True)
 class Traces:
-    """The latest published traces, one per engine; empty before the first."""
+    """The latest trace of each engine; none before the first."""
 
     now: float
-    """Current time in seconds on the server's monotonic clock, which all times of traces and decisions use."""
+    """Time of the answer, in seconds on the server's monotonic clock; traces and decisions use the same clock."""
     traces: tuple[Trace, ...]
     central_queue: int
-    """Requests that have no engine yet."""
+    """Number of requests that have no engine yet."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """The last decisions, oldest first."""
+    """The last decisions of dispatch and of placement, oldest first."""
 
     now: float
+    """Time of the answer, in seconds on the server's monotonic clock."""
     dispatches: tuple[DispatchRecord, ...]
     placements: tuple[PlacementRecord, ...]
 

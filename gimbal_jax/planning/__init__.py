@@ -1,1 +1,1 @@
-"""Planning a mesh before renting one: what fits, what it costs, and the step compiled for GPUs that are not there."""
+"""Planning before serving: meshes that fit, their costs, programs compiled without a GPU, and placements."""

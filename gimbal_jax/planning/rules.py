@@ -292,4 +292,4 @@ RULES = {
     "paged context": Rule("no dense copy of the decode rows' keys or values", _paged_context, steps_only=True),
     "kernels": Rule("the Mosaic kernels of the design and no others, on the tensor cores", _kernels, steps_only=True),
 }
-"""Every rule by name."""
+"""All rules, by name."""

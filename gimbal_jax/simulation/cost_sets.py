@@ -80,7 +80,6 @@ PAPER_KV_TOKENS = 196_500
 
 DECISION_SECONDS: dict[PlacementPolicy, float] = {
     "gimbal": 7e-3,
-    "gimbal_uncalibrated": 7e-3,
     "gimbal_refined": 86e-3,
     "eplb": 6e-3,
     "eplb_hierarchical": 7e-3,

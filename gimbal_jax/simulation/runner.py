@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap
+from gimbal_jax.serving.engine.runner import Lap, Pending
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
@@ -64,14 +64,12 @@ class SimulatedRunner:
         self._counts_LSE = self._no_counts()
         self._after = np.array([router.output_token(token_id) for token_id in range(router.token_ids)], np.int32)
         """The token after each one."""
-        self._in_flight: deque[tuple[list[StepResult], float]] = deque()
-        """Results, and the seconds until they are there."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._slots_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
         work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
@@ -80,13 +78,14 @@ class SimulatedRunner:
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)
         self.steps += 1
-        self._in_flight.append(([self._result(plan) for plan in plans], sum(parts.values())))
+        results, seconds = [self._result(plan) for plan in plans], sum(parts.values())
 
-    def results(self) -> list[StepResult]:
-        results, seconds = self._in_flight.popleft()
-        self._clock.advance(seconds)
-        self._on_time(seconds)
-        return results
+        def pending() -> list[StepResult]:
+            self._clock.advance(seconds)
+            self._on_time(seconds)
+            return results
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         counts_LSE, self._counts_LSE = self._counts_LSE, self._no_counts()

@@ -129,8 +129,8 @@ _ALL: tuple[System, ...] = (
     replace(
         _GIMBAL,
         name="gimbal_uncalibrated",
-        summary="Gimbal with placement weights (1, 1, 1)",
-        placement=replace(_GIMBAL_PLACEMENT, policy="gimbal_uncalibrated"),
+        summary="Gimbal with placement weights (1, 1, 1), the ablation of section 7.2",
+        placement=replace(_GIMBAL_PLACEMENT, alpha=1.0, beta=1.0, gamma=1.0),
     ),
     System(
         "gimbal+",

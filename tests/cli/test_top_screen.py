@@ -112,11 +112,11 @@ def test_a_frame_says_what_the_snapshot_says():
 @pytest.mark.parametrize("color", [True, False])
 def test_80_columns_hold_every_policy_and_caption(color):
     data = big(4, 8, 4)
-    data["policies"] = {"dispatch": "sglang_total_tokens", "queue": "sjf_aging", "placement": "gimbal_uncalibrated"}
+    data["policies"] = {"dispatch": "sglang_total_tokens", "queue": "sjf_aging", "placement": "eplb_hierarchical"}
     lines = printed(data, 80, 40, color)
     text = " ".join(" ".join(lines).split())
     for words in (
-        *("dispatch sglang_total_tokens", "queue sjf_aging", "placement gimbal_uncalibrated"),
+        *("dispatch sglang_total_tokens", "queue sjf_aging", "placement eplb_hierarchical"),
         *("prefill left", "prefill waiting", "sent, not seen yet", "KV use", "expert pressure"),
         *("rank imbalance", "worst", "of tokens leave their engine"),
     ):

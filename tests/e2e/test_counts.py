@@ -1,8 +1,6 @@
 """The traffic that placement decides on is exactly what the model computed."""
 
-from collections import deque
 from importlib import resources
-from typing import Any
 
 import numpy as np
 
@@ -36,23 +34,23 @@ class Recorder:
         """(source, tokens up to the last computed one, how many of the last were computed)."""
         self._page_tokens = np.full((SOURCES, CONFIG.engine.num_pages, CONFIG.engine.page_size), -1)
         self._chosen_SR = np.zeros((SOURCES, CONFIG.engine.max_rows), np.int32)
-        self._plans = deque[Any]()
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
     def enqueue(self, plans, lap):
-        self._plans.append(plans)
-        self._runner.enqueue(plans, lap)
+        wait = self._runner.enqueue(plans, lap)
 
-    def results(self):
-        """Here the tokens that the step left to the devices are known."""
-        results = self._runner.results()
-        for s, (plan, result) in enumerate(zip(self._plans.popleft(), results, strict=True)):
-            self._note(s, plan)
-            self._chosen_SR[s, plan.decode.row_D] = result.token_D
-            self._chosen_SR[s, [chunk.row for chunk in plan.prefill]] = result.token_C
-        return results
+        def pending():
+            """Here the tokens that the step left to the devices are known."""
+            results = wait()
+            for s, (plan, result) in enumerate(zip(plans, results, strict=True)):
+                self._note(s, plan)
+                self._chosen_SR[s, plan.decode.row_D] = result.token_D
+                self._chosen_SR[s, [chunk.row for chunk in plan.prefill]] = result.token_C
+            return results
+
+        return pending
 
     def _note(self, s, plan):
         decode, page_size = plan.decode, CONFIG.engine.page_size

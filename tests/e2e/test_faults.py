@@ -113,13 +113,7 @@ asyncio.run(main())
 
 def test_a_killed_client_frees_its_pages_and_harms_nobody():
     async def test(server, runner, client, port):
-        results = runner.results
-
-        def slow():
-            time.sleep(0.002)
-            return results()
-
-        runner.results = slow
+        runner.on_wait = lambda results: time.sleep(0.002)
         other = asyncio.create_task(tokens_of(client, [5], 1000))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CLIENT, f"127.0.0.1:{port}", stdout=subprocess.PIPE, cwd=ROOT
@@ -129,7 +123,7 @@ def test_a_killed_client_frees_its_pages_and_harms_nobody():
         process.kill()
         await process.wait()
         killed = time.monotonic()
-        frontend = server.on_outputs.__self__
+        frontend = server._listeners[0].__self__
         await until(lambda: frontend.counters.outcomes["cancelled"] == 1)
         assert time.monotonic() - killed < 5
         assert await other == counted_up(5, 1000)
@@ -140,16 +134,12 @@ def test_a_killed_client_frees_its_pages_and_harms_nobody():
 
 def test_a_sequence_that_fails_on_the_device_fails_alone():
     async def test(server, runner, client, port):
-        results = runner.results
-
-        def poisoned():
+        def poison(results):
             """After token 115."""
-            found = results()
-            for result in found:
+            for result in results:
                 result.token_D[result.token_D == 116] = NOT_FINITE
-            return found
 
-        runner.results = poisoned
+        runner.on_wait = poison
         ends = await asyncio.gather(*(end_of(client, [i], 50) for i in (1, 100, 120, 70)))
         assert ends == ["ok", "INTERNAL: its logits are not finite", "ok", "INTERNAL: its logits are not finite"]
         assert await client.is_serving()
@@ -162,14 +152,12 @@ def test_deadlines_and_streams_do_not_notice_clocks_that_jump():
     jump = [0.0]
 
     async def test(server, runner, client, port):
-        results = runner.results
         go_on = threading.Event()
 
-        def held():
+        def hold(results):
             assert go_on.wait(20)
-            return results()
 
-        runner.results = held
+        runner.on_wait = hold
         began = time.monotonic()
         late = asyncio.create_task(tokens_of(client, [1], 50, timeout_s=1.0))
         patient = asyncio.create_task(tokens_of(client, [2], 50, timeout_s=60.0))

@@ -8,7 +8,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 
 from gimbal_jax.client.client import GimbalClient
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.rpc.model_files import load_model_files
 from tests.e2e.rig import CONFIG, MODEL, SOURCES
 from tests.serving.fake_server import running_server, until, write_model_folder
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 async def serving(runner, files):
     """The server and a client of it; at the end no page is taken."""
     runner.begin_counts()()
-    server = Server(MODEL, CONFIG, runner)
+    server = EngineCore(MODEL, CONFIG, runner)
     server.start()
     try:
         async with asyncio.timeout(60), running_server(server, files) as (client, port, *_):

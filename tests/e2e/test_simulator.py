@@ -8,7 +8,7 @@ import pytest
 
 from gimbal_jax.bench.measurement import Summary, summarise
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.plan import StepResult
 from gimbal_jax.simulation import simulate
 from gimbal_jax.simulation.routing import BALANCED, synthetic_router
@@ -29,14 +29,15 @@ class SleepingRunner:
 
     def enqueue(self, plans, lap):
         lap("batch")
-        self._plans = plans
 
-    def results(self):
-        time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in self._plans for chunk in plan.prefill))
-        return [
-            StepResult(np.zeros(len(plan.decode), np.int32), np.zeros(len(plan.prefill), np.int32), {}, {})
-            for plan in self._plans
-        ]
+        def pending():
+            time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill))
+            return [
+                StepResult(np.zeros(len(plan.decode), np.int32), np.zeros(len(plan.prefill), np.int32), {}, {})
+                for plan in plans
+            ]
+
+        return pending
 
     def begin_counts(self):
         return lambda: np.zeros((LAYERS, 2, EXPERTS), np.int64)
@@ -66,7 +67,7 @@ def both(runner, config: ServerConfig, requests: int, longest_prompt: int, longe
         for a in arrivals
     ]
     timed = TimedRunner(runner, time.monotonic)
-    with running(Server(MODEL, config, timed)) as server:
+    with running(EngineCore(MODEL, config, timed)) as server:
         seen = open_loop(server, calls)
     costs = MeasuredCosts(timed.take_steps(), runner.buckets, config.engine.tile)
     router = synthetic_router(BALANCED, LAYERS, EXPERTS, TOP_K, seed=0)

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from gimbal_jax.client.records import ClientError
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from tests.e2e.rig import CONFIG, MODEL, SOURCES
 from tests.serving.fake_server import running_server, until
 from tests.serving.statuses import per_engine
@@ -57,11 +57,11 @@ def test_a_third_of_64_streams_cancelled(runner):
             assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * SOURCES
             assert status.active_requests == 0
             assert status.preemptions > 0
-            frontend = server.on_outputs.__self__  # made by serve()
+            frontend = server._listeners[0].__self__  # made by serve()
             await until(lambda: frontend.dispatcher.view(0.0).compensation_S == (0, 0))
 
     runner.begin_counts()()
-    server = Server(MODEL, CONFIG, runner)
+    server = EngineCore(MODEL, CONFIG, runner)
     server.start()
     try:
         asyncio.run(main(server))

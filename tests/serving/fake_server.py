@@ -26,12 +26,12 @@ from gimbal_jax.config import (
 )
 from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
 from gimbal_jax.serving.engine.pages import PageNews, StoredPage
 from gimbal_jax.serving.engine.queue import QueueHead
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
 from gimbal_jax.serving.placement.records import PlacementRecord, PlacementStatus, PlacementTotals
 from gimbal_jax.serving.rpc.model_files import ModelFiles
@@ -94,13 +94,13 @@ def trace(engine, *, at=None, seen=0, running=0, waiting=0, prefill=0, kv_use=0.
     )
 
 
-class FakeCore(Server):
-    """Each token of an output is the one before plus one, the first follows the prompt's last.
+class FakeCore(EngineCore):
+    """An engine core without engines: each token is the one before plus one, the first follows the prompt's last.
 
     ``step`` emits one token for every request; a thread does so all the time unless ``paused``.
     """
 
-    # Tests set these, which are read-only properties of Server.
+    # Properties of the base class.
     state: State = "serving"
     error = ""
     traces: tuple[Trace, ...] = ()
@@ -108,29 +108,32 @@ class FakeCore(Server):
 
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self.on_outputs = lambda outputs: None
-        self.on_bound = lambda now, bound: None
-        self.on_pages = lambda news: None
+        self._listeners = ()
         self.held_S: list[dict[bytes, StoredPage]] = [{} for _ in range(config.mesh.dp)]
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
         self.submitted: list[Request] = []
-        self.cancelled: list[str] = []
+        self.cancelled: list[int] = []
         self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
         self.last_rebalance: float | None = None
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[int, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._emitter = threading.Thread(target=self._emit_all)
+        self._stepping = threading.Thread(target=self._step_often)
 
     def __enter__(self):
-        self._emitter.start()
+        self._stepping.start()
         return self
 
     def __exit__(self, *exc_info):
         self._stopped.set()
-        self._emitter.join()
+        self._stepping.join()
+
+    def notify(self, now=0.0, **news):
+        """Call the subscribers with ``bound``, ``pages`` or ``outputs``."""
+        for listener in self._listeners:
+            listener(TickNews(now, **news))
 
     def submit(self, request):
         with self._lock:
@@ -160,7 +163,7 @@ class FakeCore(Server):
             for removed in one.removed:
                 del self.held_S[one.engine][removed]
             self.held_S[one.engine].update((page.hash, page) for page in one.stored)
-        self.on_pages(list(news))
+        self.notify(pages=news)
 
     def flush_cache(self):
         self.flushes += 1
@@ -193,7 +196,7 @@ class FakeCore(Server):
                     cached_pages=3,
                     prefix_queries=200,
                     prefix_hits=0,
-                    queue_head=QueueHead("a/0", 1.5, 40),
+                    queue_head=QueueHead("a", 1.5, 40),
                 ),
             ),
             steps=StepStatus(
@@ -225,22 +228,22 @@ class FakeCore(Server):
             outputs = [self._next(*item) for item in self._live.values()]
             self._live = {id: item for id, item in self._live.items() if id not in _ended(outputs)}
         if outputs:
-            self.on_outputs(outputs)
+            self.notify(outputs=outputs)
 
     def fail(self, request_id, error):
         with self._lock:
             del self._live[request_id]
-        self.on_outputs([Output(request_id, (), finish_reason="error", error=error)])
+        self.notify(outputs=[TokenDelta(request_id, (), finish_reason="error", error=error)])
 
-    def _next(self, request, tokens) -> Output:
+    def _next(self, request, tokens) -> TokenDelta:
         token = ([*request.prompt, *tokens][-1] + 1) % self.model.vocab_size
         if token in request.sampling.stop_token_ids:
-            return Output(request.id, (), finish_reason="stop", stop_token_id=token)
+            return TokenDelta(request.id, (), finish_reason="stop", stop=token)
         tokens.append(token)
         reason: FinishReason | None = "length" if len(tokens) == request.sampling.max_tokens else None
         top = tuple(range(20)), tuple(-float(rank) for rank in range(20))
         logprobs = (TokenLogprobs(-0.5, *top),) if request.sampling.logprobs is not None else ()
-        output = Output(request.id, (token,), logprobs, reason)
+        output = TokenDelta(request.id, (token,), logprobs, reason)
         if len(tokens) == 1:
             output.started = request.arrival + 0.25
             if request.engine is not None:
@@ -251,7 +254,7 @@ class FakeCore(Server):
                 output.prompt_logprobs = tuple(TokenLogprobs(-float(i), *top) for i in range(1, len(request.prompt)))
         return output
 
-    def _emit_all(self):
+    def _step_often(self):
         while not self._stopped.wait(0.001):
             if not self.paused:
                 self.step()

@@ -7,7 +7,7 @@ from gimbal_jax.config import MeshConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, SamplingRows
+from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, pack_sampling
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.runner import SimulatedRunner
@@ -33,11 +33,10 @@ def chunk(topic, tokens, choose=True):
 def decode(*rows):
     """(topic, position) of each row."""
     tokens = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic, _ in rows]
-    zeros = np.zeros(len(rows), np.int32)
     starts = np.array([start for _, start in rows], np.int32)
-    sampling = SamplingRows(*[zeros] * 6)
+    sampling_DX = np.tile(pack_sampling(GREEDY), (len(rows), 1))
     return DecodeRows(
-        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling
+        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling_DX
     )
 
 
@@ -48,8 +47,7 @@ PLANS = [
 
 
 def step(simulated):
-    simulated.enqueue(PLANS, lambda name: None)
-    return simulated.results()
+    return simulated.enqueue(PLANS, lambda name: None)()
 
 
 def test_the_cost_model_sees_the_work():
@@ -75,9 +73,9 @@ def test_an_output_token_follows_where_one_is_to_be_chosen():
 
 def test_time_passes_while_one_waits_for_a_step():
     simulated, clock = runner()
-    simulated.enqueue(PLANS, lambda name: None)
+    pending = simulated.enqueue(PLANS, lambda name: None)
     assert clock.now == 0.0
-    simulated.results()
+    pending()
     assert clock.now == sum(simulated.seconds.values()) > 0
 
 
@@ -117,8 +115,7 @@ def test_pairs_are_own_near_or_far(nodes):
     costs = FlatCosts()
     slots_LE = np.stack([np.random.default_rng(layer).permutation(EXPERTS) for layer in range(LAYERS)])
     simulated, _ = runner(costs, mesh, slots_LE)
-    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)
-    simulated.results()
+    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)()
     counts_LSE = simulated.begin_counts()()
     found = {"own": 0, "near": 0, "far": 0}
     for (layer, source, expert), pairs in np.ndenumerate(counts_LSE):

@@ -10,7 +10,7 @@ from itertools import groupby
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.terminal import console
 from gimbal_jax.config import MeshConfig
-from gimbal_jax.serving.network.ports import address_of, check_free
+from gimbal_jax.serving.network.ports import address_of, check_free, is_loopback
 
 AUTO = "auto"
 JOIN_S = 300
@@ -77,8 +77,7 @@ def check_command_tls(options: ServeOptions, processes: Processes | None) -> Non
 
     ``processes`` is None if a launcher names the coordinator, which is then taken for another host.
     """
-    host = "" if processes is None else processes.coordinator[0]
-    on_this_host = host == "localhost" or ((address := _ip(host)) is not None and address.is_loopback)
+    on_this_host = processes is not None and is_loopback(processes.coordinator[0])
     if options.command_cert is None and options.trusted_network == "off" and not on_this_host:
         raise ValueError(
             f"--coordinator {options.coordinator}: commands to other hosts need TLS. Give all processes "

@@ -35,6 +35,7 @@ from gimbal_jax.serving.cluster.connection import (
     Kind,
     PeerLost,
 )
+from gimbal_jax.serving.network.ports import address_of
 
 JOIN_S = 10.0
 """Seconds that a new connection has for TLS and its first message."""
@@ -75,11 +76,12 @@ class LeaderChannel:
 
     def __init__(self, address: tuple[str, int], followers: int, secret: bytes, tls: ssl.SSLContext | None) -> None:
         """Listen for processes 1 to ``followers``. Raise OSError that names the address if that is impossible."""
-        host, port = address
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            self._listener = socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self._listener = socket.create_server(address, family=family)
         except OSError as error:
-            raise OSError(f"process 0 cannot listen for commands on {host}:{port}: {error.strerror}") from error
+            problem = f"process 0 cannot listen for commands on {address_of(*address)}: {error.strerror}"
+            raise OSError(problem) from error
         self._listener.settimeout(LOOK_S)
         self._followers = followers
         self._secret_hash = hashlib.sha256(secret).digest()
@@ -218,7 +220,7 @@ def join_leader(
             raise ChannelError(problem) from error
         except (OSError, PeerLost) as error:
             if time.monotonic() + RETRY_S > deadline:
-                problem = f"process 0 did not accept this process at {address[0]}:{address[1]} within {timeout_s:g} s"
+                problem = f"process 0 did not accept this process at {address_of(*address)} within {timeout_s:g} s"
                 raise ChannelError(f"{problem}: {error} (do both use TLS, or neither?)") from error
         time.sleep(RETRY_S)
 

@@ -12,7 +12,7 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.late import PendingRequest, bind_in_order
 from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, reason_of
+from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, reason_of
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class CentralQueue:
         self._engines = engines
         self._config = config
         self._queue = queue
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[RequestId, _Waiting] = {}
         self._turn = 0
 
     @property
@@ -45,18 +45,18 @@ class CentralQueue:
         cached = max(engine.cached_tokens(request) for engine in self._engines)
         self._waiting[request.id] = _Waiting(request, self._prefill_tokens, cached)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: RequestId) -> bool:
         """Forget a request; False if it is not here (any more)."""
         return self._waiting.pop(request_id, None) is not None
 
-    def fail_all(self, reason: str) -> list[Output]:
+    def fail_all(self, reason: str) -> list[TokenDelta]:
         """End every request with an error."""
         finish: FinishReason = "error"
-        left = [Output(request_id, (), finish_reason=finish, error=reason) for request_id in self._waiting]
+        left = [TokenDelta(request_id, (), finish_reason=finish, error=reason) for request_id in self._waiting]
         self._waiting.clear()
         return left
 
-    def bind(self, now: float) -> tuple[list[tuple[str, Decision]], list[Output]]:
+    def bind(self, now: float) -> tuple[list[tuple[RequestId, Decision]], list[TokenDelta]]:
         """Give the engines what their steps have room for; they must be scheduled next, at the same ``now``.
 
         Returns the ids of the requests whose engine was not the user's choice, with the decisions, and how those
@@ -103,10 +103,10 @@ class CentralQueue:
         return sum(engine.prefill_tokens for engine in self._engines)
 
 
-def not_taken_in(request: Request, error: Exception) -> Output:
+def not_taken_in(request: Request, error: Exception) -> TokenDelta:
     """How a request ends that its engine could not take in, for instance because its grammar raised."""
     reason = f"the request could not be taken in: {reason_of(error)}"
-    return Output(request.id, (), finish_reason="error", error=reason)
+    return TokenDelta(request.id, (), finish_reason="error", error=reason)
 
 
 def _queue_item(one: _Waiting, prefill_tokens: int, cached: int = 0) -> QueueItem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.config import ModelConfig, ServerConfig
@@ -14,12 +14,12 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.central_queue import CentralQueue, not_taken_in
 from gimbal_jax.serving.core.status import State, Status, engine_status
-from gimbal_jax.serving.engine.engine import Engine
+from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.meters import Histogram, StepProfile
 from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.request import Output, Request, reason_of
-from gimbal_jax.serving.engine.runner import Runner
+from gimbal_jax.serving.engine.request import Request, RequestId, TokenDelta, reason_of
+from gimbal_jax.serving.engine.runner import Pending, Runner
 from gimbal_jax.serving.engine.status import StepStatus
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 
@@ -28,22 +28,35 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Buckets for metrics; those of tokens are vLLM's of ``iteration_tokens_total``."""
 
 
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A step whose results are not fetched yet."""
+@dataclass(frozen=True, eq=False, slots=True)
+class StepInFlight:
+    """A step whose results have not been fetched."""
 
     plans: list[Plan]
+    """One for each engine."""
+    owners: list[Owners]
+    """Whose the rows of each plan are."""
     enqueued: float
-    """When it was."""
+    """Time when it was enqueued, on the core's clock."""
+    pending: Pending
+    """Waits for the results."""
 
 
-class Server:
-    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only.
+@dataclass(frozen=True, eq=False, slots=True)
+class TickNews:
+    """What the engines did in one tick, in the order in which it is to be processed; at least one part is not empty."""
 
-    Three listeners are called on the engine thread, at most once a tick. ``on_outputs`` gets the news of the tick.
-    Before it, ``on_bound`` gets the time and the decisions for requests that came without an engine, and
-    ``on_pages`` gets the changes of the prefix caches, if there are any.
-    """
+    now: float
+    """Time of the tick, on the core's clock."""
+    bound: Sequence[tuple[RequestId, Decision]] = ()
+    """(request id, decision) for requests that were submitted without an engine."""
+    pages: Sequence[PageNews] = ()
+    """Changes of the prefix caches, at most one for each engine."""
+    outputs: Sequence[TokenDelta] = ()
+
+
+class EngineCore:
+    """S engines over one runner. Public methods may be called from any thread; ``tick`` from one only."""
 
     def __init__(
         self,
@@ -57,9 +70,8 @@ class Server:
         it.
         """
         self.model, self.config = model, config
-        self.on_outputs: Callable[[list[Output]], None] = lambda outputs: None
-        self.on_bound: Callable[[float, list[tuple[str, Decision]]], None] = lambda now, bound: None
-        self.on_pages: Callable[[list[PageNews]], None] = lambda news: None
+        self._listeners: tuple[Callable[[TickNews], None], ...] = ()
+        self._bound: list[tuple[RequestId, Decision]] = []
         self.engines = [Engine(s, config.engine, config.queue) for s in range(config.mesh.dp)]
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
@@ -71,13 +83,13 @@ class Server:
         self._traces: tuple[Trace, ...] = ()
         self._published = -float("inf")
         self._step = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._fetched_at = -float("inf")
         self._profile = StepProfile(clock)
         self._step_seconds, self._step_tokens = Histogram(STEP_SECONDS), Histogram(STEP_TOKENS)
         self._wake = threading.Condition()  # guards the five below
         self._inbox: deque[Request] = deque()
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[RequestId] = deque()
         self._waiting = [0] * len(self._queues)  # in each queue, or in the inbox on the way to it
         self._flush = False
         self._stopping = False
@@ -99,6 +111,18 @@ class Server:
         """Requests that have no engine yet, as of the last tick."""
         return self._central.waiting
 
+    def subscribe(self, on_tick: Callable[[TickNews], None]) -> Callable[[], None]:
+        """Call ``on_tick`` on the engine thread, at most once a tick and only if there is news.
+
+        Returns the function that ends the subscription.
+        """
+        self._listeners = (*self._listeners, on_tick)
+
+        def unsubscribe() -> None:
+            self._listeners = tuple(listener for listener in self._listeners if listener is not on_tick)
+
+        return unsubscribe
+
     def submit(self, request: Request) -> None:
         """Queue a request; raises QueueFull or NotServing."""
         with self._wake:
@@ -113,7 +137,7 @@ class Server:
             self._inbox.append(request)
             self._wake.notify()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: RequestId) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored."""
         with self._wake:
             self._cancelled.append(request_id)
@@ -184,10 +208,8 @@ class Server:
             lap("other")
             while self._in_flight and any(engine.waits_for_tokens for engine in self.engines):
                 news += self._fetch()
-            bound, failed = self._central.bind(now)
+            self._bound, failed = self._central.bind(now)
             news += failed
-            if bound:
-                self.on_bound(now, bound)
             plans = [engine.schedule(now) for engine in self.engines]
             lap("schedule")
             if any(plan.tokens for plan in plans):
@@ -195,7 +217,7 @@ class Server:
                 enqueued = True
             if len(self._in_flight) > self._runner.ahead or (self._in_flight and not enqueued):
                 news += self._fetch()
-            self._emit(news)
+            self._notify(now, news)
             self.rebalancer.tick(now)
             if trace_due:
                 self._publish(now)
@@ -226,38 +248,41 @@ class Server:
 
     def _enqueue(self, plans: list[Plan]) -> None:
         began = self._clock()
-        self._runner.enqueue(plans, self._profile.lap)
-        self._in_flight.append(_InFlight(plans, began))
+        pending = self._runner.enqueue(plans, self._profile.lap)
+        owners = [engine.owners(plan) for engine, plan in zip(self.engines, plans, strict=True)]
+        self._in_flight.append(StepInFlight(plans, owners, began, pending))
         self._step_tokens.observe(sum(plan.tokens for plan in plans))
         self._traffic.step_enqueued()
         self._profile.lap("enqueue")
 
-    def _fetch(self) -> list[Output]:
-        """Wait for the oldest step, and give the engines what came of it."""
+    def _fetch(self) -> list[TokenDelta]:
+        """Wait for the oldest step and commit its results to the engines."""
         step = self._in_flight.popleft()
-        results = self._runner.results()
+        results = step.pending()
         now = self._clock()
-        # It began when it was enqueued or when the devices were done with the one before it.
+        # The step began when it was enqueued, or when the devices had finished the step before it.
         self._step_seconds.observe(now - max(step.enqueued, self._fetched_at))
         self._fetched_at = now
         self._profile.lap("wait")
         news = []
-        for engine, plan, result in zip(self.engines, step.plans, results, strict=True):
-            news += engine.commit(plan, result)
+        for engine, plan, owners, result in zip(self.engines, step.plans, step.owners, results, strict=True):
+            news += engine.commit(plan, owners, result)
         self._step += 1
         self._traffic.step_fetched()
         self._profile.lap("commit")
         return news
 
-    def _emit(self, news: list[Output]) -> None:
+    def _notify(self, now: float, outputs: list[TokenDelta]) -> None:
+        """Call the subscribers with what has happened since the last call, if anything has."""
         pages = [changed for engine in self.engines if (changed := engine.take_news()) is not None]
-        if pages:
-            self.on_pages(pages)
-        if news:
-            self.on_outputs(news)
+        bound, self._bound = self._bound, []
+        if bound or pages or outputs:
+            news = TickNews(now, bound, pages, outputs)
+            for listener in self._listeners:
+                listener(news)
         self._profile.lap("emit")
 
-    def _drain_inbox(self) -> list[Output]:
+    def _drain_inbox(self) -> list[TokenDelta]:
         """Hand new requests to their engines, and end cancelled ones; returns how those ended that none could take."""
         with self._wake:
             requests, self._inbox = self._inbox, deque()
@@ -317,7 +342,8 @@ class Server:
     def _fetch_all(self) -> None:
         with self._ticking:
             while self._in_flight:
-                self._emit(self._fetch())
+                outputs = self._fetch()
+                self._notify(self._fetched_at, outputs)
 
     @property
     def has_work(self) -> bool:
@@ -330,9 +356,8 @@ class Server:
         with self._wake:
             if self._state != "failed":  # abandoned
                 self._state, self._error = state, reason if state == "failed" else ""
-            left = [Output(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
+            left = [TokenDelta(r.id, (), finish_reason="error", error=reason) for r in self._inbox]
             self._inbox.clear()
         for queue in self._queues:
             left += queue.fail_all(reason)
-        if left:
-            self.on_outputs(left)
+        self._notify(self._clock(), left)

@@ -6,8 +6,8 @@ with their results, perhaps after the next ``schedule``. Nothing here knows abou
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,21 +17,21 @@ from gimbal_jax.scheduler.queue import QueueItem, queue_key
 from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.engine.limits import check_limits, max_sequence_tokens
 from gimbal_jax.serving.engine.pages import PageNews, PagePool
-from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult
+from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, Waiting
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.rows import Rows
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
 
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A plan whose results are not known yet, with who had its rows (see ``Rows.owner_R``)."""
+class Owners(NamedTuple):
+    """The stays that a plan's rows belonged to when it was scheduled (see ``Rows.owner_R``)."""
 
-    plan: Plan
     owner_D: np.ndarray
+    """int64, for each decode row."""
     owner_C: list[int]
+    """For each prefill chunk."""
 
 
 class Engine:
@@ -59,10 +59,9 @@ class Engine:
         self._pool = PagePool(config.num_pages)
         self._rows = Rows(config)
         self._waiting = Waiting(queue)
-        self._running: dict[str, Sequence] = {}
-        self._constrained: dict[str, Sequence] = {}
+        self._running: dict[RequestId, Sequence] = {}
+        self._constrained: dict[RequestId, Sequence] = {}
         """Those that run and have a grammar."""
-        self._in_flight: deque[_InFlight] = deque()
         self._seen = 0
 
     @property
@@ -112,7 +111,7 @@ class Engine:
         self._wait(sequence)
         self._seen = max(self._seen, request.sequence)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: RequestId) -> bool:
         """Forget a request and free its pages; False if it is not here (any more)."""
         sequence = self._waiting.pop(request_id) or self._running.get(request_id)
         if sequence is None:
@@ -121,9 +120,8 @@ class Engine:
             self._leave(sequence)
         return True
 
-    def fail_all(self, reason: str) -> list[Output]:
-        """End every request with an error, and expect no more results."""
-        self._in_flight.clear()
+    def fail_all(self, reason: str) -> list[TokenDelta]:
+        """End every request with an error."""
         ids = [sequence.request.id for sequence in self._rows.running] + self._waiting.ids()
         return [self._fail(request_id, reason) for request_id in ids]
 
@@ -138,28 +136,26 @@ class Engine:
         # Pages are short after a preemption: letting a sequence in would only cause the next one.
         admit = self.preemptions == preemptions
         prefill, tiles = self._schedule_prefill(now, len(decode), admit)
-        plan = Plan(decode, prefill, tiles)
-        if plan.tokens:
-            owner_R = self._rows.owner_R
-            owner_C = [int(owner_R[chunk.row]) for chunk in prefill]
-            self._in_flight.append(_InFlight(plan, owner_R[decode.row_D], owner_C))
-        return plan
+        return Plan(decode, prefill, tiles, wanted_logprobs(decode, prefill))
 
-    def commit(self, plan: Plan, result: StepResult) -> list[Output]:
-        """Take in what came of a plan, in the order of ``schedule``; ended sequences free their pages.
+    def owners(self, plan: Plan) -> Owners:
+        """Return whose the rows of a plan are; call it before the next request is cancelled or scheduled."""
+        owner_R = self._rows.owner_R
+        return Owners(owner_R[plan.decode.row_D], [int(owner_R[chunk.row]) for chunk in plan.prefill])
 
-        A plan without tokens need not come here. Who has lost its row since ``schedule`` is passed over: its request
-        was cancelled, has ended, or was preempted and will choose the same token again.
+    def commit(self, plan: Plan, owners: Owners, result: StepResult) -> list[TokenDelta]:
+        """Process the results of a plan, in the order of ``schedule``; ended sequences free their pages.
+
+        Plans without tokens may be skipped. Results for rows that changed their owner since ``schedule`` are ignored:
+        the request was cancelled, has ended, or was preempted and will choose the same token again.
         """
         if not plan.tokens:
             return []
-        flight = self._in_flight.popleft()
-        assert flight.plan is plan, "plans are committed in order"
         self.tokens_computed += plan.tokens
         self.prefill_tokens += plan.tokens - len(plan.decode)
-        outputs = self._commit_decode(flight, result)
+        outputs = self._commit_decode(plan.decode, owners.owner_D, result)
         rows = self._rows
-        for chunk, owner, token in zip(plan.prefill, flight.owner_C, result.token_C.tolist(), strict=True):
+        for chunk, owner, token in zip(plan.prefill, owners.owner_C, result.token_C.tolist(), strict=True):
             sequence = rows.sequence_R[chunk.row]
             if sequence is None or rows.owner_R[chunk.row] != owner:
                 continue
@@ -211,7 +207,7 @@ class Engine:
     def queue_head(self, now: float) -> QueueHead | None:
         """The waiting request that would run first."""
         for first in self._waiting.first(1, self.prefill_tokens, now):
-            return QueueHead(first.request.id, now - first.request.arrival, first.length - first.cached)
+            return QueueHead(first.request.label, now - first.request.arrival, first.length - first.cached)
         return None
 
     def flush_cache(self) -> None:
@@ -364,10 +360,10 @@ class Engine:
     def _publish(self, row: int) -> None:
         publish_pages(self._pool, self._rows, row, self._config.page_size)
 
-    def _commit_decode(self, flight: _InFlight, result: StepResult) -> list[Output]:
-        rows, decode = self._rows, flight.plan.decode
+    def _commit_decode(self, decode: DecodeRows, owner_D: np.ndarray, result: StepResult) -> list[TokenDelta]:
+        rows = self._rows
         row_D, at_D, token_D = decode.row_D, decode.start_D + 1, result.token_D
-        own_D = rows.owner_R[row_D] == flight.owner_D
+        own_D = rows.owner_R[row_D] == owner_D
         if not own_D.all():
             row_D, at_D, token_D = row_D[own_D], at_D[own_D], token_D[own_D]
         rows.learn(row_D, at_D, token_D)
@@ -378,7 +374,7 @@ class Engine:
         )
         special = np.flatnonzero(ends_D | rows.reports_R[row_D]).tolist()
         ids, row_list, token_list = rows.request_id_R, row_D.tolist(), token_D.tolist()
-        outputs = [Output(ids[row], (token,)) for row, token in zip(row_list, token_list, strict=True)]
+        outputs = [TokenDelta(ids[row], (token,)) for row, token in zip(row_list, token_list, strict=True)]
         for place in special:
             row, token = row_list[place], token_list[place]
             sequence = rows.sequence_R[row]
@@ -386,7 +382,7 @@ class Engine:
             outputs[place] = self._append(sequence, int(at_D[place]), token, result.logprobs.get(row))
         return outputs
 
-    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, token: int, result: StepResult) -> Output | None:
+    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, token: int, result: StepResult) -> TokenDelta | None:
         """What a step gave for a prefill chunk; None if there is nothing to tell yet."""
         if token == NOT_FINITE:
             return self._not_finite(sequence)
@@ -404,7 +400,7 @@ class Engine:
             output.prompt_logprobs = tuple(sequence.prompt_logprobs)
         return output
 
-    def _append(self, sequence: Sequence, at: int, token_id: int, logprobs: TokenLogprobs | None) -> Output:
+    def _append(self, sequence: Sequence, at: int, token_id: int, logprobs: TokenLogprobs | None) -> TokenDelta:
         """The news of a token that was chosen for place ``at``; ends the sequence if that was the last one."""
         request, row = sequence.request, sequence.row
         if token_id == NOT_FINITE:
@@ -412,7 +408,7 @@ class Engine:
         # Before min_tokens stop tokens are suppressed, unless the vocabulary has no other.
         if token_id in request.sampling.stop_token_ids and at >= self._rows.min_length_R[row]:
             self.cancel(request.id)
-            return Output(request.id, (), finish_reason="stop", stop_token_id=token_id)
+            return TokenDelta(request.id, (), finish_reason="stop", stop=token_id)
         finish: FinishReason | None = None
         if at + 1 == self._rows.limit_R[row]:
             self.cancel(request.id)
@@ -423,15 +419,15 @@ class Engine:
                 sequence.allowed = request.grammar.allowed()
             except Exception as error:  # one request's grammar must not end the others
                 return self._fail(request.id, f"its grammar failed: {error}")
-        return Output(request.id, (token_id,), () if logprobs is None else (logprobs,), finish)
+        return TokenDelta(request.id, (token_id,), () if logprobs is None else (logprobs,), finish)
 
-    def _not_finite(self, sequence: Sequence) -> Output:
+    def _not_finite(self, sequence: Sequence) -> TokenDelta:
         self._pool.forget(self._rows.pages(sequence.row).tolist())
         return self._fail(sequence.request.id, "its logits are not finite")
 
-    def _fail(self, request_id: str, reason: str) -> Output:
+    def _fail(self, request_id: RequestId, reason: str) -> TokenDelta:
         self.cancel(request_id)
-        return Output(request_id, (), finish_reason="error", error=reason)
+        return TokenDelta(request_id, (), finish_reason="error", error=reason)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)

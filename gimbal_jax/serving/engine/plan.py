@@ -7,7 +7,8 @@ token that each row chose last, so that a step can be enqueued before the host k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,22 +37,22 @@ class Adjustment:
     """Whose bias and penalties these are; None has neither."""
 
 
-@dataclass(frozen=True, eq=False)
-class SamplingRows:
-    """How to choose the token after each decode row; arrays [D]."""
+def pack_sampling(params: SamplingParams) -> np.ndarray:
+    """Return the sampling settings as the device reads them, int32 [6]: one row of ``sampling_DX``.
 
-    temperature_D: np.ndarray
-    """float32; 0 is greedy."""
-    top_k_D: np.ndarray
-    """int32; 0 keeps every token."""
-    top_p_D: np.ndarray
-    """float32."""
-    min_p_D: np.ndarray
-    """float32."""
-    seed_D: np.ndarray
-    """uint32: the low 32 bits."""
-    logprobs_D: np.ndarray
-    """int32 alternatives to report; -1 reports nothing."""
+    The columns are temperature, top_k, top_p, min_p, seed and logprobs, in the order of the fields of
+    ``model.inputs.SamplingInputs``. Floats are stored as their bits.
+    """
+    # The device draws from the low 32 bits of the seed. -1 reports no log probabilities.
+    seed, logprobs = params.seed & 0xFFFFFFFF, -1 if params.logprobs is None else params.logprobs
+    packed = _SAMPLING.pack(params.temperature, params.top_k, params.top_p, params.min_p, seed, logprobs)
+    return np.frombuffer(packed, np.int32)
+
+
+_SAMPLING = struct.Struct("=fiffIi")
+SAMPLING_COLUMNS = 6
+SEED, LOGPROBS = 4, 5
+"""Columns of ``sampling_DX``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,8 @@ class DecodeRows:
     """int32 positions of these tokens."""
     page_table_DM: np.ndarray
     """int32 pages of each sequence in order, up to the token's own; 0 beyond. At least as wide as the longest."""
-    sampling: SamplingRows
+    sampling_DX: np.ndarray
+    """int32 sampling settings of each row (see ``pack_sampling``)."""
     adjustments: tuple[tuple[int, Adjustment], ...] = ()
     """(index into D, what it asks for)."""
 
@@ -102,10 +104,25 @@ class Plan:
     prefill: tuple[Chunk, ...] = ()
     tiles: int = 0
     """Tiles that the prefill chunks fill; each chunk starts a new one."""
+    logprobs: tuple[tuple[int, int, int], ...] = ()
+    """Log probabilities to report, as ``wanted_logprobs`` returns them."""
 
     @property
     def tokens(self) -> int:
         return len(self.decode) + sum(len(chunk.tokens) for chunk in self.prefill)
+
+
+def wanted_logprobs(decode: DecodeRows, prefill: Sequence[Chunk]) -> tuple[tuple[int, int, int], ...]:
+    """Return (sequence, row, alternatives) for each chosen token whose log probabilities are to be reported.
+
+    The sequences of a step are its decode rows followed by its prefill chunks.
+    """
+    counts_D = decode.sampling_DX[:, LOGPROBS]
+    wanted = [(d, int(decode.row_D[d]), int(counts_D[d])) for d in np.flatnonzero(counts_D >= 0).tolist()]
+    for sequence, chunk in enumerate(prefill, len(decode)):
+        if chunk.sampling is not None and chunk.sampling.logprobs is not None:
+            wanted.append((sequence, chunk.row, chunk.sampling.logprobs))
+    return tuple(wanted)
 
 
 @dataclass(frozen=True, eq=False)

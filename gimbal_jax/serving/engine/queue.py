@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gimbal_jax.config import QueueConfig
 from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
+from gimbal_jax.serving.engine.request import RequestId
 from gimbal_jax.serving.engine.sequence import Sequence
 
 
@@ -16,7 +17,7 @@ class Waiting:
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[RequestId, Sequence] = {}
         self.prefill_tokens = 0
         """What they have to compute."""
         self.tokens = 0
@@ -25,10 +26,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._sequences
 
-    def ids(self) -> list[str]:
+    def ids(self) -> list[RequestId]:
         return list(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
@@ -37,7 +38,7 @@ class Waiting:
         self.prefill_tokens += sequence.length - sequence.cached
         self.tokens += sequence.length
 
-    def pop(self, request_id: str) -> Sequence | None:
+    def pop(self, request_id: RequestId) -> Sequence | None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self.prefill_tokens -= sequence.length - sequence.cached
@@ -62,6 +63,7 @@ class QueueHead:
     """The waiting request that an engine would run first."""
 
     request_id: str
+    """The client's id of the request."""
     waited_s: float
     """Since its arrival, preemptions included."""
     prefill_tokens: int

@@ -1,8 +1,10 @@
-"""What travels between the frontend and the engines: requests in, outputs out."""
+"""Records between the frontend and the engines: requests in, token deltas out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
@@ -11,6 +13,8 @@ PRIORITY_KEY = "x-gimbal-priority"
 """gRPC metadata key of a request's priority, for which the protocol has no field."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+type RequestId = int | str
+"""Key of a request in the core, unlike that of any other that runs or waits. The frontend counts, tests use names."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,23 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate; ``sequence`` numbers the requests dispatched to its engine from 1."""
+    """One sequence to generate."""
 
-    id: str
+    id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
-    engine: int | None
-    """None: the server binds it to one (dispatch policy ``late``), and ``sequence`` is 0."""
-    sequence: int
+    engine: int | None = None
+    """Engine that runs it; None if the core is to choose one (dispatch policy ``late``)."""
+    sequence: int = 0
+    """Number among the requests dispatched to its engine, from 1; 0 without an engine."""
     priority: int = 0
     """Lower runs first; 0 unless the queue policy is ``priority``."""
     grammar: Grammar | None = None
     page_hashes: tuple[bytes, ...] = ()
     """Of the prompt's full pages (see ``prefix.page_hashes``); empty where no prefix is to be shared."""
+    label: str = ""
+    """The client's id of the request, for people."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +96,46 @@ class TokenLogprobs:
     top_values: tuple[float, ...]
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and that would take five times as long
-class Output:
-    """News of one request after a step: its new tokens, and how it ended if it did."""
+@dataclass(slots=True)  # not frozen: one is made for every token, and freezing would make that five times slower
+class TokenDelta:
+    """What one request gained in a step: its new tokens, and how it ended if it did."""
 
-    request_id: str
+    request_id: RequestId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of ``token_ids``; empty if the request did not ask for them."""
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The stop token that ended it; it is not among the tokens."""
+    stop: int | str | None = None
+    """Stop token or stop string that ended it. The token is not among ``token_ids``, those of the string are."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    """One for each prompt token but the first, if requested. Only set with the first tokens."""
     started: float | None = field(default=None, compare=False)
-    """With the first tokens: when its first step began, on the server's clock."""
+    """Time when its first step began, on the core's clock. Only set with the first tokens."""
     cached_tokens: int = field(default=0, compare=False)
-    """With the first tokens: prompt tokens that the prefix cache held when it first got a row."""
+    """Prompt tokens that the prefix cache held when it first got a row. Only set with the first tokens."""
     error: str = field(default="", compare=False)
+    """Why it failed; empty unless ``finish_reason`` is "error"."""
+    text: str = ""
+    """Text that may be shown now; the engines leave it empty. It may come later than its tokens."""
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Return consecutive deltas of one request as one; at least one delta."""
+    first, last = deltas[0], deltas[-1]
+    if len(deltas) == 1:
+        return first
+    return TokenDelta(
+        first.request_id,
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        prompt_logprobs=first.prompt_logprobs,
+        started=first.started,
+        cached_tokens=first.cached_tokens,
+        error=last.error,
+        text="".join(delta.text for delta in deltas),
+    )
 
 
 def reason_of(error: BaseException) -> str:

@@ -7,7 +7,8 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from gimbal_jax.config import MAX_STOP_IDS, EngineConfig
-from gimbal_jax.serving.engine.plan import ON_DEVICE, DecodeRows, SamplingRows
+from gimbal_jax.serving.engine.plan import ON_DEVICE, SAMPLING_COLUMNS, DecodeRows, pack_sampling
+from gimbal_jax.serving.engine.request import RequestId
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
 NEVER = np.iinfo(np.int32).max
@@ -24,7 +25,7 @@ class Rows:
     def __init__(self, config: EngineConfig) -> None:
         rows, self._page_size = config.max_rows, config.page_size
         self.sequence_R: list[Sequence | None] = [None] * rows
-        self.request_id_R = [""] * rows
+        self.request_id_R: list[RequestId] = [""] * rows
         self.owner_R = np.zeros(rows, np.int64)
         """A number of its own for each stay of a sequence in a row; 0 is no one's."""
         self.tokens_RN = np.zeros((rows, config.max_model_len), np.int32)
@@ -50,14 +51,7 @@ class Rows:
         """Something but ``min_tokens`` changes its logits."""
         self.reports_R = np.zeros(rows, bool)
         """Its tokens are news to more than its client: to a grammar, or they come with log probabilities."""
-        self._sampling = SamplingRows(
-            temperature_D=np.zeros(rows, np.float32),
-            top_k_D=np.zeros(rows, np.int32),
-            top_p_D=np.zeros(rows, np.float32),
-            min_p_D=np.zeros(rows, np.float32),
-            seed_D=np.zeros(rows, np.uint32),
-            logprobs_D=np.zeros(rows, np.int32),
-        )
+        self._sampling_RX = np.zeros((rows, SAMPLING_COLUMNS), np.int32)
         self._free = list(range(rows - 1, -1, -1))
         self._stays = 0
         self._by_age: list[Sequence] = []
@@ -125,12 +119,7 @@ class Rows:
         self.publish_at_R[row] = computed + self._page_size if sequence.page_names else NEVER
         self.adjusts_R[row] = sequence.adjusts
         self.reports_R[row] = request.grammar is not None or sampling.logprobs is not None
-        self._sampling.temperature_D[row] = sampling.temperature
-        self._sampling.top_k_D[row] = sampling.top_k
-        self._sampling.top_p_D[row] = sampling.top_p
-        self._sampling.min_p_D[row] = sampling.min_p
-        self._sampling.seed_D[row] = sampling.seed & 0xFFFFFFFF  # the device draws from 32 bits
-        self._sampling.logprobs_D[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._sampling_RX[row] = pack_sampling(sampling)
 
     def leave(self, sequence: Sequence) -> list[int]:
         """Take its row from a sequence, and the tokens that the host knows into ``sequence.output``; its pages."""
@@ -167,21 +156,14 @@ class Rows:
 
     def decode(self, row_D: np.ndarray) -> DecodeRows:
         """Compute the last token of these rows, and choose the next one; without adjustments."""
-        start_D, sampling = self.computed_R[row_D], self._sampling
+        start_D = self.computed_R[row_D]
         widest = int(self.num_pages_R[row_D].max(initial=0))
         rows = DecodeRows(
             row_D=row_D.astype(np.int32),
             token_D=self.last_R[row_D],
             start_D=start_D,
             page_table_DM=self.page_table_RM[:, :widest][row_D],
-            sampling=SamplingRows(
-                sampling.temperature_D[row_D],
-                sampling.top_k_D[row_D],
-                sampling.top_p_D[row_D],
-                sampling.min_p_D[row_D],
-                sampling.seed_D[row_D],
-                sampling.logprobs_D[row_D],
-            ),
+            sampling_DX=self._sampling_RX[row_D],
         )
         self.computed_R[row_D] = self.length_R[row_D]
         self.last_R[row_D] = ON_DEVICE

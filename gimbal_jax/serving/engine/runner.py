@@ -12,6 +12,8 @@ from gimbal_jax.serving.engine.plan import Plan, StepResult
 
 Progress = Callable[[int, int], None]
 """Called with the number done and the number in all."""
+Pending = Callable[[], list[StepResult]]
+"""Waits for a step and returns one result for each engine's plan. Call it once, and in the order of the steps."""
 Lap = Callable[[str], None]
 """Called with the name of a part of the tick that ends now (see ``step_profile``)."""
 
@@ -25,20 +27,17 @@ class Runner(Protocol):
     expert_bytes: int
     """Bytes of one expert of one layer."""
     ahead: int
-    """Steps to enqueue before the results of the oldest are fetched: 1 where devices work while the host goes on."""
+    """Steps that may be enqueued before the oldest is waited for: 1 if the devices work while the host plans."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         """The placement in force for the next step; not to be written to."""
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
-        """Begin a step of all engines, without waiting for it. Laps "batch" once its arrays are made.
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+        """Begin a step of all engines without waiting for it. Laps "batch" once its arrays are made.
 
-        What it or ``results`` raises ends all requests: the devices' state may be lost.
+        An error of this function or of the one returned ends all requests, because the devices' state may be lost.
         """
-
-    def results(self) -> list[StepResult]:
-        """Wait for the oldest step whose results were not fetched; one result for each engine's plan."""
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         """Take the counters after all steps enqueued so far, which start anew from 0.

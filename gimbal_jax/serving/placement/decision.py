@@ -15,7 +15,7 @@ from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.objective import placement_cost_L
-from gimbal_jax.scheduler.placement import Proposal, policy_weights
+from gimbal_jax.scheduler.placement import Proposal
 from gimbal_jax.scheduler.traffic import far_share, imbalance_L, remote_share
 
 Propose = Callable[[np.ndarray, np.ndarray, MeshConfig, PlacementConfig], Proposal]
@@ -109,7 +109,7 @@ def gain_of(
 
     None if the old placement costs nothing, for example without traffic.
     """
-    weights = policy_weights(config.placement)
+    weights = config.placement
     apart_SR = distance_SR(config.mesh, weights.far_distance)
     before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, apart_SR, weights).mean())
     after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, apart_SR, weights).mean())

@@ -1,1 +1,1 @@
-"""What runs the model: ``environment`` identifies the software that compiles its programs."""
+"""Devices: the runner, its batches, compiled programs and memory."""

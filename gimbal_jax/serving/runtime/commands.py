@@ -15,7 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, unpack, unused
+from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, empty_inputs, unpack
 from gimbal_jax.scheduler.migration import Round
 
 
@@ -26,7 +26,7 @@ class Step:
     bucket: Bucket
     packed_SX: np.ndarray
     rare: RareInputs
-    """Arrays that are not those of ``Layout.blank`` are asked for."""
+    """Arrays that are not those of ``Layout.defaults`` are asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Layout:
     """What sender and receiver know before any command."""
 
     shape_of: Callable[[Bucket], StepShape]
-    blank: RareInputs
+    defaults: RareInputs
     """Inputs that ask for nothing; only its shapes and types are read, so they may be on the devices."""
     engines_of_process: tuple[slice, ...]
     """The engines that have devices in each process; they are consecutive."""
@@ -97,7 +97,7 @@ def encode(command: Command, layout: Layout, process: int) -> bytes:
             asked = {
                 bit: array
                 for bit, name in enumerate(_RARE)
-                if (array := getattr(rare, name)) is not getattr(layout.blank, name)
+                if (array := getattr(rare, name)) is not getattr(layout.defaults, name)
             }
             parts = [array[engines] if array.ndim else array for array in asked.values()]
             usual_SX, table_SCM = _usual_and_table(packed_SX[engines], layout.shape_of(bucket))
@@ -133,9 +133,9 @@ def decode(data: bytes, layout: Layout, process: int) -> Command:
 
 
 def _decode_step(rest: memoryview, bucket: Bucket, columns: int, asked: int, layout: Layout, process: int) -> Step:
-    blank, shape, engines = layout.blank, layout.shape_of(bucket), layout.engines_of_process[process]
-    sources = len(blank.prompt_tokens_SR)
-    packed_SX = unused(sources, shape)
+    defaults, shape, engines = layout.defaults, layout.shape_of(bucket), layout.engines_of_process[process]
+    sources = len(defaults.prompt_tokens_SR)
+    packed_SX = empty_inputs(sources, shape)
     usual_SX, table_SCM = _usual_and_table(packed_SX[engines], shape)
     at = 0
 
@@ -149,10 +149,10 @@ def _decode_step(rest: memoryview, bucket: Bucket, columns: int, asked: int, lay
     arrays: dict[str, np.ndarray] = {}
     for bit, name in enumerate(_RARE):
         if asked >> bit & 1:
-            like = getattr(blank, name)
+            like = getattr(defaults, name)
             arrays[name] = array = np.zeros(like.shape, like.dtype)
             take(array[engines] if array.ndim else array)
-    return Step(bucket, packed_SX, replace(blank, **arrays))
+    return Step(bucket, packed_SX, replace(defaults, **arrays))
 
 
 def _usual_and_table(packed_SX: np.ndarray, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.model.experts import exchange_table, move_experts
-from gimbal_jax.model.inputs import Bucket, StepOutputs, StepShape, step_shape, unused
+from gimbal_jax.model.inputs import Bucket, StepOutputs, StepShape, empty_inputs, step_shape
 from gimbal_jax.model.sharding import put
 from gimbal_jax.model.step import (
     COMPILER_OPTIONS,
@@ -33,8 +32,8 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Progress
-from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
+from gimbal_jax.serving.engine.runner import Lap, Pending, Progress
+from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 from gimbal_jax.serving.runtime.commands import (
     Command,
     Followers,
@@ -59,15 +58,6 @@ class CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.count += 1
-
-
-@dataclass(frozen=True)
-class _Enqueued:
-    """A step whose results were not fetched yet."""
-
-    plans: Sequence[Plan]
-    shape: StepShape
-    outputs: StepOutputs
 
 
 class DeviceRunner:
@@ -111,11 +101,10 @@ class DeviceRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device_slots = put(self._slots, self._replicated)
         self._by_engine = NamedSharding(mesh, PartitionSpec("dp"))
-        self._blank = put_by_engine(blank(config.engine, model.vocab_size, config.mesh.dp), mesh)
-        self.layout = Layout(self._shape, self._blank, engines_by_process(mesh))
+        self._rare_defaults = put_by_engine(default_rare_inputs(config.engine, model.vocab_size, config.mesh.dp), mesh)
+        self.layout = Layout(self._shape, self._rare_defaults, engines_by_process(mesh))
         self._state: DeviceState = new_state(model, config.engine, dtype, mesh)
         self.expert_bytes = sum(array.nbytes for array in self._experts_of(0)) // model.num_experts
-        self._enqueued: deque[_Enqueued] = deque()
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._move: jax.stages.Compiled | None = None
         self._take: jax.stages.Compiled | None = None
@@ -152,7 +141,7 @@ class DeviceRunner:
         self._move, self._take = programs["move"], programs["take"]
         self._steps = {bucket: programs[bucket] for bucket in self.buckets}
         for bucket in self.buckets:
-            nothing = Step(bucket, unused(self.config.mesh.dp, self._shape(bucket)), self._blank)
+            nothing = Step(bucket, empty_inputs(self.config.mesh.dp, self._shape(bucket)), self._rare_defaults)
             jax.device_get(self._run(nothing).token_SC)
         # Static placement has no memory for the buffers of moves (see ``model.memory.device_bytes``).
         if self.config.placement.policy != "static":
@@ -171,29 +160,31 @@ class DeviceRunner:
             case Migrate(layer, moves):
                 self._migrate(layer, moves)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
         bucket = bucket_for(plans, self.buckets)
         shape = self._shape(bucket)
-        packed_SX, rare = stack(plans, shape, self._blank)
+        packed_SX, rare = pack_step(plans, shape, self._rare_defaults)
         lap("batch")
         step = Step(bucket, packed_SX, rare)
         self._tell(step)
         outputs = self._run(step)
-        if not any(wants_logprobs(plan) for plan in plans):
+        if not any(plan.logprobs for plan in plans):
             outputs = replace(outputs, logprobs=None)
-        if rare.want_targets is self._blank.want_targets:
+        if rare.want_targets is self._rare_defaults.want_targets:
             outputs = replace(outputs, prompt_logprobs=None)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        self._enqueued.append(_Enqueued(plans, shape, outputs))
 
-    def results(self) -> list[StepResult]:
-        oldest = self._enqueued.popleft()
-        try:
-            outputs = jax.device_get(oldest.outputs)
-        except Exception as error:
-            raise error if self._followers is None else self._followers.explain(error) from None
-        return [results_of(outputs, plan, s, oldest.shape) for s, plan in enumerate(oldest.plans)]
+        def pending() -> list[StepResult]:
+            try:
+                ready = jax.device_get(outputs)
+            except Exception as error:
+                if self._followers is None:
+                    raise
+                raise self._followers.explain(error) from error
+            return [unpack_results(ready, plan, s, shape) for s, plan in enumerate(plans)]
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         self._tell(TakeCounts())
@@ -241,7 +232,7 @@ class DeviceRunner:
     def _run(self, step: Step) -> StepOutputs:
         inputs = step.packed_SX, step.rare
         if self._for_host:  # a program takes the host's arrays only where it runs in one process
-            inputs = put_by_engine(step.packed_SX, self.mesh), put_new(step.rare, self._blank, self.mesh)
+            inputs = put_by_engine(step.packed_SX, self.mesh), put_new(step.rare, self._rare_defaults, self.mesh)
         outputs, self._state = self._steps[step.bucket](tuple(self._leaves), self._state, self._device_slots, *inputs)
         return outputs
 
@@ -259,7 +250,7 @@ class DeviceRunner:
             return step(self._graph, self._layout, shape, jax.tree.unflatten(self._tree, leaves), *rest)
 
         packed_SX = jax.ShapeDtypeStruct((self.config.mesh.dp, shape.packed), np.int32, sharding=self._by_engine)
-        arguments = tuple(self._leaves), self._state, self._device_slots, packed_SX, self._blank
+        arguments = tuple(self._leaves), self._state, self._device_slots, packed_SX, self._rare_defaults
         return jax.jit(run, donate_argnums=1, out_shardings=(self._for_host, None)).lower(*arguments)
 
     def _shape(self, bucket: Bucket) -> StepShape:

@@ -23,8 +23,6 @@ def unbound(name: str, prompt=(1, 2, 3), max_tokens: int = 4, engine: int | None
 
 def test_late_requests_wait_in_one_queue_until_a_step_has_room():
     with open_server(LATE) as (server, _, outputs):
-        decided: list[tuple[float, str, int | None]] = []
-        server.on_bound = lambda now, bound: decided.extend((now, name, decision.engine) for name, decision in bound)
         for i in range(5):
             server.submit(unbound(f"r{i}", range(10), max_tokens=2))
         server.submit(unbound("pinned", range(10), max_tokens=2, engine=1))
@@ -36,7 +34,7 @@ def test_late_requests_wait_in_one_queue_until_a_step_has_room():
             server.tick(float(now))
             lengths.append(server.central_queue)
         assert lengths == [3, 1, 0, 0, 0]
-        assert decided == [(0, "r0", 0), (0, "r1", 1), (0, "r2", 0), (0, "r3", 1), (1, "r4", 0), (2, "last", 0)]
+        assert outputs.bound == [(0, "r0", 0), (0, "r1", 1), (0, "r2", 0), (0, "r3", 1), (1, "r4", 0), (2, "last", 0)]
         tick(server, 3)
         assert len(outputs.ends()) == 7
         assert outputs.tokens("last") == outputs.tokens("pinned") == [10, 11]
@@ -70,13 +68,11 @@ def test_max_queue_of_all_engines_bounds_the_central_queue():
 
 def test_trap_3_one_request_at_a_time_goes_round():
     with open_server(LATE) as (server, _, outputs):
-        engines: list[int | None] = []
-        server.on_bound = lambda now, bound: engines.extend(decision.engine for _, decision in bound)
         for i in range(4):
             server.submit(unbound(f"r{i}", max_tokens=1))
             tick(server, 2)
             assert len(outputs.ends()) == i + 1
-        assert engines == [0, 1, 0, 1]
+        assert [engine for _, _, engine in outputs.bound] == [0, 1, 0, 1]
 
 
 def test_the_engine_thread_goes_on_while_requests_have_no_engine():
@@ -155,16 +151,14 @@ def shared(name: str, prompt, max_tokens: int = 4, **fields) -> Request:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_late_requests_go_where_their_beginning_is_known(ahead):
     with open_server(LATE, ahead) as (server, _, outputs):
-        engines: dict[str, int | None] = {}
-        server.on_bound = lambda now, bound: engines.update((name, decision.engine) for name, decision in bound)
         server.submit(shared("first", range(9), 1))
         tick(server, 2)
         server.submit(shared("again", range(10), 1))  # although it is the other one's turn
         server.submit(shared("other", range(20, 29), 1))
         tick(server, 3)
-        assert engines == {"first": 0, "again": 0, "other": 1}
+        assert {name: engine for _, name, engine in outputs.bound} == {"first": 0, "again": 0, "other": 1}
         assert per_engine(server.status(), "tokens_computed") == (9 + 2, 9)
-        assert outputs.ends() == dict.fromkeys(engines, ("length", ""))
+        assert outputs.ends() == dict.fromkeys(("first", "again", "other"), ("length", ""))
 
 
 def test_the_central_queue_goes_by_what_is_left_to_compute():

@@ -112,13 +112,7 @@ def test_full_queue_refuses_until_there_is_room():
 def test_queue_bound_counts_what_arrives_during_a_tick():
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_queue=2))
     with open_server(config) as (server, runner, _):
-        results = runner.results
-
-        def results_while_others_arrive():
-            server.submit(request("b"))
-            return results()
-
-        runner.results = results_while_others_arrive
+        runner.on_wait = lambda results: server.submit(request("b"))
         server.submit(request("a"))
         tick(server, 1)
         server.submit(request("c"))
@@ -220,20 +214,19 @@ def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason, 
 @AHEAD
 def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
     with open_server(ahead=ahead) as (server, runner, outputs):
-        enqueue, results, in_flight = runner.enqueue, runner.results, []
+        enqueue, in_flight = runner.enqueue, []
 
         def note_the_plan(plans, lap):
-            enqueue(plans, lap)
             ids = server.engines[0]._rows.request_id_R
             in_flight.append((plans[0], ids.index("poisoned") if "poisoned" in ids else -1))
+            return enqueue(plans, lap)
 
-        def poisoned():
-            (found, idle), (plan, row) = results(), in_flight.pop(0)
+        def poison(results):
+            found, (plan, row) = results[0], in_flight.pop(0)
             found.token_D[plan.decode.row_D == row] = NOT_FINITE
             found.token_C[[chunk.row == row for chunk in plan.prefill]] = NOT_FINITE
-            return [found, idle]
 
-        runner.enqueue, runner.results = note_the_plan, poisoned
+        runner.enqueue, runner.on_wait = note_the_plan, poison
         for name in ("a", "poisoned", "b"):
             server.submit(request(name))
         tick(server, 6)
@@ -310,15 +303,13 @@ def test_drains_what_runs_and_stops(ahead):
 @AHEAD
 def test_stop_ends_what_is_left(ahead):
     with new_server(ahead=ahead) as (server, runner, outputs):
-        results = runner.results
         stepping, go_on = threading.Event(), threading.Event()
 
-        def held():
+        def hold(results):
             stepping.set()
             assert go_on.wait(20)
-            return results()
 
-        runner.results = held
+        runner.on_wait = hold
         server.start()
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
@@ -338,17 +329,15 @@ def test_stop_ends_what_is_left(ahead):
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_is_abandoned_has_failed_for_that_reason_and_is_not_waited_for(fails):
     with new_server() as (server, runner, _):
-        results = runner.results
         stepping, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
-        def held():
+        def hold(results):
             stepping.set()
             assert go_on.wait(20)
             if fails:
                 raise RuntimeError("connection closed by peer")
-            return results()
 
-        runner.results = held
+        runner.on_wait = hold
         server.start(on_end=over.set)
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
@@ -381,13 +370,7 @@ def test_status_while_warming_up():
 
 def test_status_is_not_starved_by_a_busy_engine_thread():
     with new_server() as (server, runner, outputs):
-        results = runner.results
-
-        def slow():
-            time.sleep(0.01)
-            return results()
-
-        runner.results = slow
+        runner.on_wait = lambda results: time.sleep(0.01)
         server.start()
         wait_for(lambda: server.state == "serving")
         for i in range(40):
@@ -468,20 +451,19 @@ def test_streams_over_grpc_end_when_the_engine_fails():
     async def main(server, runner):
         async with asyncio.timeout(20), running_server(server) as (client, _, stop, serving):
             loop, all_in, submitted = asyncio.get_running_loop(), threading.Event(), []
-            submit, results = server.submit, runner.results
+            submit = server.submit
 
             def submit_and_count(request):
                 submit(request)
                 submitted.append(request)
 
-            def results_when_all_are_in():
+            def wait_for_all(results):
                 assert all_in.wait(20)
-                return results()
 
             async def stream(engine):
                 return [chunk async for chunk in client.generate(token_ids=[1], max_tokens=60, engine=engine)]
 
-            server.submit, runner.results, runner.steps_left = submit_and_count, results_when_all_are_in, 3
+            server.submit, runner.on_wait, runner.steps_left = submit_and_count, wait_for_all, 3
             server.start(on_end=lambda: loop.call_soon_threadsafe(stop.set))
             await until(lambda: server.state == "serving")
             streams = asyncio.gather(*(stream(i % 2) for i in range(12)), return_exceptions=True)

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.meters import PHASES
-from gimbal_jax.serving.engine.pages import PageNews
 from gimbal_jax.serving.engine.prefix import page_hashes
-from gimbal_jax.serving.engine.request import Output
+from gimbal_jax.serving.engine.request import TokenDelta
 from tests.serving.core.ticked_server import CONFIG, FREE, new_server, open_server, request, tick, wait_for
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
@@ -33,19 +32,15 @@ class Allowing:
 
 
 def order_of(runner) -> list[str]:
-    """Of the calls to come."""
+    """Return a list that later calls of the runner add to: "enqueue", or "results" when results are fetched."""
     calls: list[str] = []
+    enqueue = runner.enqueue
 
-    def noted(name):
-        call = getattr(runner, name)
+    def noted(plans, lap):
+        calls.append("enqueue")
+        return enqueue(plans, lap)
 
-        def note(*arguments):
-            calls.append(name)
-            return call(*arguments)
-
-        return note
-
-    runner.enqueue, runner.results = noted("enqueue"), noted("results")
+    runner.enqueue, runner.on_wait = noted, lambda results: calls.append("results")
     return calls
 
 
@@ -153,13 +148,12 @@ def test_stop_brings_what_is_on_the_way():
 
 def test_pages_are_news_before_the_tokens_of_their_tick_and_can_be_flushed():
     with open_server(ahead=1) as (server, _, outputs):
-        news: list[tuple[int, PageNews]] = []
-        server.on_pages = lambda changes: news.extend((len(outputs.all), change) for change in changes)
         prompt, hashes = tuple(range(9)), page_hashes(range(9), CONFIG.engine.page_size)
         server.submit(replace(request("a", prompt, 2, engine=1), page_hashes=hashes))
         tick(server, 4)
-        ((before, stored),) = news
-        assert (before, stored.engine, [page.hash for page in stored.stored]) == (0, 1, list(hashes))
+        ((stored, first),) = [(news.pages[0], news) for news in outputs.news if news.pages]
+        assert first is outputs.news[0], "pages come with the first token or before it"
+        assert (stored.engine, [page.hash for page in stored.stored]) == (1, list(hashes))
         server.submit(replace(request("b", prompt, 1, engine=1, sequence=2), page_hashes=hashes))
         tick(server, 3)
         status = server.status()
@@ -169,7 +163,7 @@ def test_pages_are_news_before_the_tokens_of_their_tick_and_can_be_flushed():
         assert [output.cached_tokens for output in outputs.all if output.started is not None] == [0, 8]
         server.flush_cache()
         tick(server, 1)
-        assert set(news[-1][1].removed) == set(hashes)
+        assert set(outputs.news[-1].pages[0].removed) == set(hashes)
         assert per_engine(server.status(), "cached_pages") == (0, 0)
         assert per_engine(server.status(), "free_pages") == FREE
 
@@ -180,27 +174,28 @@ class SlowRunner(FakeRunner):
     def __init__(self, config, clock: list[float]) -> None:
         super().__init__(MODEL, config, ahead=1)
         self.clock, self.done = clock, [0.0]
+        self.on_wait = self._wait
 
     def enqueue(self, plans, lap):
         self.clock[0] += 0.5
-        super().enqueue(plans, lap)
+        pending = super().enqueue(plans, lap)
         self.done.append(max(self.done[-1], self.clock[0]) + 3.0)
         self.clock[0] += 0.5
+        return pending
 
-    def results(self):
+    def _wait(self, results):
         self.clock[0] = max(self.clock[0], self.done[self.fetched + 1])
-        return super().results()
 
 
 def test_the_profile_adds_up_and_a_step_lasts_from_its_start_on_the_devices():
-    clock, emitted = [0.0], list[Output]()
-    server = Server(MODEL, CONFIG, SlowRunner(CONFIG, clock), lambda: clock[0])
+    clock, emitted = [0.0], list[TokenDelta]()
+    server = EngineCore(MODEL, CONFIG, SlowRunner(CONFIG, clock), lambda: clock[0])
 
-    def emit(outputs):
-        emitted.extend(outputs)
+    def emit(news):
+        emitted.extend(news.outputs)
         clock[0] += 0.25
 
-    server.on_outputs = emit
+    server.subscribe(emit)
     server.open()
     server.submit(request("a", max_tokens=9))
     for _ in range(12):

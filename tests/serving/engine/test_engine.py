@@ -9,9 +9,9 @@ from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.scheduler.queue import QueueItem
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, TokenLogprobs
+from gimbal_jax.serving.engine.request import TokenDelta, TokenLogprobs
 from tests.serving.engine.paged_model import PagedModel, alone, request
-from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, result, run, schedule, step
+from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, commit, result, run, schedule, step
 
 # -- pages ------------------------------------------------------------------
 
@@ -71,13 +71,13 @@ def test_cancel_frees_pages_at_once_also_with_a_step_in_flight():  # trap 19
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(request("a", 9, max_tokens=1))
     engine.add(request("b", 2, sequence=2))
-    plan = engine.schedule(0.0)
-    results = model(plan)
+    planned = schedule(engine)
+    results = model(planned.plan)
     assert engine.cancel("a")
     assert not engine.cancel("a")
     assert not engine.cancel("never seen")
     assert engine.free_pages == CONFIG.num_pages - 1
-    outputs = engine.commit(plan, results)
+    outputs = commit(engine, planned, results)
     assert [out.request_id for out in outputs] == ["b"]
     assert engine.tokens_computed == 11  # they went through the model and were counted there
     assert engine.free_pages == CONFIG.num_pages - 1
@@ -99,12 +99,11 @@ def answer(plan: Plan, choose=lambda row, adjustment: 5) -> StepResult:
     return StepResult(np.array(token_D, np.int32), np.array(token_C, np.int32), {}, targets)
 
 
-def first_output(engine: Engine) -> Output:
+def first_output(engine: Engine) -> TokenDelta:
     """Step until something comes out."""
     for _ in range(50):
-        plan = engine.schedule(0.0)
-        if news := engine.commit(plan, answer(plan)):
-            return news[0]
+        if outputs := step(engine, answer)[1]:
+            return outputs[0]
     raise AssertionError("nothing came out")
 
 
@@ -123,11 +122,10 @@ def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_fi
     engine.add(request("old", 7, 9, sequence=1))
     first_output(engine)
     engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
-    outputs: list[Output] = []
+    outputs: list[TokenDelta] = []
     now = 0.0
     while not engine.idle:
-        plan = engine.schedule(now := now + 1)
-        outputs += engine.commit(plan, answer(plan))
+        outputs += step(engine, answer, now := now + 1)[1]
     assert engine.preemptions == 1
     (output,) = [output for output in outputs if output.request_id == "long"]
     assert output.started == 1.0
@@ -165,8 +163,9 @@ class Turns:
         self.turn += 1
 
 
-def lowest_allowed(row, adjustment) -> int:
-    return int(adjustment.allowed[0]).bit_length() - 1 if adjustment is not None else 6
+def lowest_allowed(plan: Plan) -> StepResult:
+    """The lowest token that each row's grammar allows, and 6 without a grammar."""
+    return answer(plan, lambda row, asked: int(asked.allowed[0]).bit_length() - 1 if asked is not None else 6)
 
 
 def test_a_grammar_follows_its_own_sequence():
@@ -175,8 +174,7 @@ def test_a_grammar_follows_its_own_sequence():
         engine.add(dataclasses.replace(request(number, number, sequence=number), grammar=grammar))
     outputs = []
     while not engine.idle:
-        plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
+        outputs += step(engine, lowest_allowed)[1]
     assert [result(outputs, name)[0] for name in "123"] == [(0, 1, 2, 3), (6, 6, 6, 6), (0, 1, 2, 3)]
 
 
@@ -186,9 +184,9 @@ def test_min_tokens_yield_to_a_grammar_that_only_ends():
     engine.add(dataclasses.replace(asked, grammar=Turns()))  # allows 0, then 1, 2 and 3
     suppressed, outputs = [], []
     while not engine.idle:
-        plan = engine.schedule(0.0)
-        suppressed.append(adjustments_of(plan)[0].suppress)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
+        planned, news = step(engine, lowest_allowed)
+        suppressed.append(adjustments_of(planned.plan)[0].suppress)
+        outputs += news
     assert suppressed == [(1, 2), (), ()]
     assert result(outputs, "a") == ((0, 1), "stop")
 
@@ -199,8 +197,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone():
     engine.add(request("good", 3, sequence=2))
     outputs = []
     while not engine.idle:
-        plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
+        outputs += step(engine, lowest_allowed)[1]
     assert result(outputs, "bad") == ((0,), "error")
     assert "no such word" in next(out.error for out in outputs if out.error)
     assert result(outputs, "good") == ((6, 6, 6, 6), "length")
@@ -213,11 +210,11 @@ def test_a_sequence_without_a_next_token_fails_alone():
     engine.add(request("good", 3, sequence=2))
     planned = schedule(engine)
     tokens_C = np.array([NOT_FINITE, 1], np.int32)
-    bad, good = engine.commit(planned.plan, StepResult(np.zeros(0, np.int32), tokens_C, {}, {}))
+    bad, good = commit(engine, planned, StepResult(np.zeros(0, np.int32), tokens_C, {}, {}))
     assert (bad.finish_reason, bad.error, good.token_ids) == ("error", "its logits are not finite", (1,))
     planned = schedule(engine)
     assert planned.all == [("good", 1)]
-    (good,) = engine.commit(planned.plan, answer(planned.plan, lambda row, adjustment: NOT_FINITE))
+    (good,) = commit(engine, planned, answer(planned.plan, lambda row, adjustment: NOT_FINITE))
     assert good.finish_reason == "error" and engine.idle and engine.free_pages == CONFIG.num_pages
 
 
@@ -226,8 +223,7 @@ def test_the_first_output_tells_when_the_first_step_began():
     engine.add(request("a", 20, 2))
     started = []
     for now in (1.0, 2.0, 3.0):
-        plan = engine.schedule(now)
-        started += [out.started for out in engine.commit(plan, answer(plan))]
+        started += [out.started for out in step(engine, answer, now)[1]]
     assert started == [1.0, None]
 
 
@@ -245,7 +241,7 @@ def test_a_stop_token_ends_and_is_reported_but_not_emitted():
     engine.add(request("a", 3, max_tokens=8, stop_token_ids=(stop,)))
     outputs = [out for _, news in run(engine, CONFIG) for out in news]
     assert [t for out in outputs for t in out.token_ids] == free[: free.index(stop)]
-    assert outputs[-1] == Output("a", (), finish_reason="stop", stop_token_id=stop)
+    assert outputs[-1] == TokenDelta("a", (), finish_reason="stop", stop=stop)
 
 
 def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
@@ -260,12 +256,8 @@ def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
 def test_a_stop_token_that_comes_before_min_tokens_does_not_end():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, max_tokens=4, min_tokens=1, stop_token_ids=(1,)))
-    plans = []
-    for _ in range(2):
-        plan = engine.schedule(0.0)
-        plans.append(engine.commit(plan, answer(plan, lambda row, adjustment: 1)))
-    (first,), (out,) = plans
-    assert first == Output("a", (1,))
+    (first,), (out,) = [step(engine, lambda plan: answer(plan, lambda row, adjustment: 1))[1] for _ in range(2)]
+    assert first == TokenDelta("a", (1,))
     assert (out.token_ids, out.finish_reason) == ((), "stop")
 
 

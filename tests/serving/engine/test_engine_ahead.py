@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.plan import ON_DEVICE
+from gimbal_jax.serving.engine.plan import LOGPROBS, ON_DEVICE, SEED
 from gimbal_jax.serving.engine.request import SamplingParams
 from tests.serving.engine.paged_model import PagedModel, alone, request
-from tests.serving.engine.stepped_engine import CONFIG, FCFS, Ahead, result, schedule
+from tests.serving.engine.stepped_engine import CONFIG, FCFS, Ahead, commit, result, schedule
 
 
 def test_the_next_step_takes_the_token_from_the_devices():
@@ -17,15 +17,16 @@ def test_the_next_step_takes_the_token_from_the_devices():
     engine.add(asked)
     plans, results = [], []
     for _ in range(2):
-        plans.append(schedule(engine).plan)
-        results.append(model(plans[-1]))
-    assert (plans[1].decode.token_D.tolist(), plans[1].decode.start_D.tolist()) == ([ON_DEVICE], [5])
-    (first,) = engine.commit(plans[0], results[0])
-    third = schedule(engine).plan
-    assert third.decode.start_D.tolist() == [6]
-    (second,) = engine.commit(plans[1], results[1])
+        plans.append(schedule(engine))
+        results.append(model(plans[-1].plan))
+    decode = plans[1].plan.decode
+    assert (decode.token_D.tolist(), decode.start_D.tolist()) == ([ON_DEVICE], [5])
+    (first,) = commit(engine, plans[0], results[0])
+    third = schedule(engine)
+    assert third.plan.decode.start_D.tolist() == [6]
+    (second,) = commit(engine, plans[1], results[1])
     assert schedule(engine).all == []  # its last token is on the way
-    (last,) = engine.commit(third, model(third))
+    (last,) = commit(engine, third, model(third.plan))
     assert [*first.token_ids, *second.token_ids, *last.token_ids] == list(alone(asked, CONFIG)[0])
     assert (last.finish_reason, engine.free_pages, engine.tokens_computed) == ("length", CONFIG.num_pages, 5 + 2)
 
@@ -55,16 +56,16 @@ def test_whoever_gets_the_row_of_one_cancelled_is_not_given_its_token():
     config = dataclasses.replace(CONFIG, max_rows=1)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     engine.add(request("a", 3, 9))
-    first = schedule(engine).plan
-    first_result = model(first)
+    first = schedule(engine)
+    first_result = model(first.plan)
     engine.cancel("a")
     follower = request("b", 2, 3, sequence=2, seed=1)
     engine.add(follower)
-    second = schedule(engine).plan
-    assert second.prefill[0].row == first.prefill[0].row
-    second_result = model(second)
-    assert engine.commit(first, first_result) == []
-    outputs = engine.commit(second, second_result) + Ahead(engine, model, 1).run()
+    second = schedule(engine)
+    assert second.plan.prefill[0].row == first.plan.prefill[0].row
+    second_result = model(second.plan)
+    assert commit(engine, first, first_result) == []
+    outputs = commit(engine, second, second_result) + Ahead(engine, model, 1).run()
     assert result(outputs, "b") == alone(follower, config)
 
 
@@ -144,7 +145,7 @@ def test_the_parameters_of_a_row_are_those_of_its_sequence():
     Ahead(engine, model, 1).tick()
     planned = schedule(engine)
     assert planned.decode == [("plain", 1), ("asked", 1)]
-    sampling = planned.plan.decode.sampling
-    columns = [sampling.temperature_D, sampling.top_k_D, sampling.top_p_D, sampling.min_p_D]
-    assert [column.tolist() for column in columns] == [[1.0, 0.5], [0, 3], [1.0, 0.75], [0.0, 0.25]]
-    assert (sampling.seed_D.tolist(), sampling.logprobs_D.tolist()) == ([0, 7], [-1, 2])
+    sampling_DX = planned.plan.decode.sampling_DX
+    assert sampling_DX[:, [0, 2, 3]].view(np.float32).tolist() == [[1.0, 1.0, 0.0], [0.5, 0.75, 0.25]]
+    assert sampling_DX[:, [1, SEED, LOGPROBS]].tolist() == [[0, 0, -1], [3, 7, 2]]
+    assert planned.plan.logprobs == ((1, 1, 2),)

@@ -9,7 +9,7 @@ from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, StepResult
 from gimbal_jax.serving.engine.prefix import page_hashes
 from tests.serving.engine.paged_model import PagedModel, alone, request
-from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, Ahead, result, schedule, step
+from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, Ahead, commit, result, schedule, step
 
 PAGE = CONFIG.page_size
 
@@ -139,9 +139,9 @@ def test_logprobs_of_a_prompt_are_computed_although_it_is_known():
 def test_logits_that_are_no_numbers_leave_nothing_in_the_cache():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(shared("bad", 13))
-    plan = engine.schedule(0.0)
+    planned = schedule(engine)
     assert engine.cached_pages == 3
-    (out,) = engine.commit(plan, StepResult(np.zeros(0, np.int32), np.array([NOT_FINITE], np.int32), {}, {}))
+    (out,) = commit(engine, planned, StepResult(np.zeros(0, np.int32), np.array([NOT_FINITE], np.int32), {}, {}))
     assert out.finish_reason == "error"
     assert (engine.cached_pages, engine.free_pages) == (0, CONFIG.num_pages)
 

@@ -13,7 +13,7 @@ import pytest
 from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.scheduler.counts_file import load_counts
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement import files
 from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump, PlacementState
 from gimbal_jax.serving.placement.rebalance import Rebalancer
@@ -47,7 +47,7 @@ def test_server_dumps_every_window(tmp_path):
     config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
     dump = CountsDump(tmp_path, "run", META)
     runner = FakeRunner(MODEL, config)
-    server = Server(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, windows=dump))
+    server = EngineCore(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, windows=dump))
     outputs = Outputs(server)
     server.open()
     deadline = time.monotonic() + 20

@@ -15,7 +15,7 @@ import pytest
 from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.child import NICENESS
 from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
@@ -174,7 +174,7 @@ def test_child_ends_when_its_parent_is_killed():
 def test_server_survives_the_death_of_the_child():
     runner = FakeRunner(MODEL, TICKED)
     rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
-    server = Server(MODEL, TICKED, runner, rebalancer=rebalancer)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer=rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:

@@ -17,7 +17,7 @@ from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.network.tls import server_credentials
 from gimbal_jax.serving.rpc import listen as network
 from tests.serving.fake_server import FakeCore, running_server, until
-from tests.serving.rpc.test_access import bearer, outcome, request
+from tests.serving.rpc.test_interceptors import bearer, outcome, request
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 CODES = grpc.StatusCode

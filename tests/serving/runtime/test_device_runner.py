@@ -12,6 +12,7 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Adjustment, Chunk, Plan, StepResult
 from gimbal_jax.serving.engine.request import SamplingParams
+from gimbal_jax.serving.engine.runner import Pending
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.e2e.rig import CONFIG, MODEL, compiled_runner
 from tests.model.naive_sampling import bits
@@ -171,14 +172,15 @@ def run(
     """What comes of each sequence in each step; with ``ahead`` a step is fetched once the next one is enqueued."""
     sequences = [replace(sequence, output=[], planned=0) for sequence in sequences]
     rng = np.random.default_rng(seed) if ahead else None
-    in_flight: list[list[Plan]] = []
+    in_flight: list[tuple[list[Plan], Pending]] = []
     found: list[Any] = []
     for shares in [*steps, None]:
         if shares is not None:
-            in_flight.append(plans_of(runner, sequences, shares, rng))
-            runner.enqueue(in_flight[-1], lambda name: None)
+            plans = plans_of(runner, sequences, shares, rng)
+            in_flight.append((plans, runner.enqueue(plans, lambda name: None)))
         while in_flight and (shares is None or len(in_flight) > ahead):
-            found += take(sequences, in_flight.pop(0), runner.results())
+            plans, pending = in_flight.pop(0)
+            found += take(sequences, plans, pending())
     return found
 
 
@@ -221,10 +223,10 @@ def test_counts_are_those_of_the_steps_enqueued_before(runners):
     runner.begin_counts()()
     pending = []
     for shares in steps:
-        runner.enqueue(plans_of(runner, sequences, shares, None), lambda name: None)
+        plans = plans_of(runner, sequences, shares, None)
+        results = runner.enqueue(plans, lambda name: None)
         pending.append(runner.begin_counts())
-        plans_results = runner._enqueued[-1].plans
-        list(take(sequences, plans_results, runner.results()))
+        list(take(sequences, plans, results()))
     per_token = MODEL.experts_per_token
     for shares, counts in zip(steps, pending, strict=True):
         tokens_S = [sum(x.count for x in shares if sequences[x.sequence].engine == s) for s in range(2)]
@@ -246,13 +248,14 @@ def test_experts_move_between_steps_that_are_on_their_way(runners):
 
     def enqueue_and_move(plans, lap):
         nonlocal moved
-        enqueue(plans, lap)
+        pending = enqueue(plans, lap)
         layer = int(rng.integers(len(MODEL.moe_layers)))
         wanted_E = rng.permutation(MODEL.num_experts).astype(np.int32)
         limits = CONFIG.mesh.ranks, CONFIG.placement.rows_per_pair
         for moves in plan_rounds(runner.slot_of_expert_LE[layer], wanted_E, *limits):
             runner.migrate(layer, moves)
             moved += len(moves.src_slot)
+        return pending
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "enqueue", enqueue_and_move)
@@ -286,8 +289,7 @@ def test_log_probabilities_of_prompts_come_by_row(runners):
     prompt = np.array([5, 6, 7, 8, 9, 10, 11, 12, 13, 14], np.int32)
     chunk = Chunk(4, prompt, 0, np.arange(3, dtype=np.int32), None, None, prompt[1:], 2)
     none = decode_rows([], ENGINE.pages_per_row)
-    runner.enqueue([plan_of(none, [chunk], tile=ENGINE.tile)], lambda name: None)
-    [result] = runner.results()
+    [result] = runner.enqueue([plan_of(none, [chunk], tile=ENGINE.tile)], lambda name: None)()
     assert result.logprobs == {}
     assert list(result.prompt_logprobs) == [4]
     found = result.prompt_logprobs[4]
@@ -297,8 +299,9 @@ def test_log_probabilities_of_prompts_come_by_row(runners):
 def test_an_enqueued_step_laps_once_and_takes_the_smallest_bucket(runners):
     runner, laps = runners[1], list[str]()
     none = decode_rows([], ENGINE.pages_per_row)
-    runner.enqueue([plan_of(none, tile=ENGINE.tile)], laps.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_steps", {runner.buckets[0]: runner._steps[runner.buckets[0]]})
+        pending = runner.enqueue([plan_of(none, tile=ENGINE.tile)], laps.append)
     assert laps == ["batch"]
-    assert runner._enqueued[0].shape.rows == runner.buckets[0][0]
-    [result] = runner.results()
+    [result] = pending()
     assert len(result.token_D) == len(result.token_C) == 0
