@@ -13,7 +13,7 @@ help: ## list the targets
 setup: ## make .venv, if it is not there or out of date
 	@scripts/bootstrap $(PYTHON)
 
-demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
+demo: setup ## replay a real trace in rounds on two servers: a baseline and gimbal (4 minutes)
 	$(BIN)/python -m examples.demo
 
 test: setup ## run the fast tests of every room (5 minutes)

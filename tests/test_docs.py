@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from gimbal_jax.cli.main import app
 from research.experiments import Scope
-from research.results_tables import TABLES
+from research.results_tables import DOCUMENT
 from research.store import ResultStore
+from research.tables import all_tables
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = r"^```python\n(.*?)^```\n```text\n(.*?)^```$"
@@ -40,13 +41,15 @@ def test_commands_of_mesh_print_what_they_say(command: str, output: str):
     assert CliRunner().invoke(app, arguments, env={"COLUMNS": "100", "TERM": "dumb"}).output == output
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(DOCS.glob("*.md")), DOCUMENT], ids=lambda path: f"{path.parent.name}-{path.name}"
+)
 def test_links_lead_somewhere(path: Path):
     for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
 
 
 def test_every_table_of_results_has_its_place(tmp_path):
-    found = re.findall(r"<!-- begin ([\w]+) -->\n", (DOCS / "results.md").read_text())
-    store, scope = ResultStore(tmp_path / "results.jsonl"), Scope()
-    assert sorted(found) == sorted(make(store, scope).name for make in TABLES)
+    found = re.findall(r"<!-- begin ([\w]+) -->\n", DOCUMENT.read_text())
+    tables = all_tables(ResultStore(tmp_path / "results.jsonl"), Scope())
+    assert sorted(found) == sorted(table.name for table in tables)

@@ -38,7 +38,7 @@ from tests.serving.statuses import per_engine
 
 ROOT = Path(__file__).parents[2]
 LONG = replace(CONFIG, engine=EngineConfig(max_model_len=4096, page_size=16, num_pages=1024, max_rows=16))
-START_S, END_S = 120, 60
+START_S, END_S = 600, 600
 
 # -- clients --------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ SCHEMA = {
     "required": ["sport", "won"],
     "additionalProperties": False,
 }
-START_S, END_S = 180, 30
+START_S, END_S = 600, 600
 
 
 def gateways(server: subprocess.Popen) -> list[int]:
@@ -85,6 +85,8 @@ class Rig:
             *cache,
             *tls,
             *http,
+            "--drain-timeout",
+            END_S,
         )
         with self.log.open("w") as output:
             self.process = subprocess.Popen([*map(str, command)], stdout=output, stderr=subprocess.STDOUT)
@@ -106,7 +108,7 @@ class Rig:
     def http(self) -> httpx2.AsyncClient:
         context = ssl.create_default_context(cafile=str(self.authority.pem))
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # openssl's default authorities tell no key usage
-        return httpx2.AsyncClient(base_url=f"https://localhost:{self.http_port}", verify=context, timeout=60)
+        return httpx2.AsyncClient(base_url=f"https://localhost:{self.http_port}", verify=context, timeout=END_S)
 
     def openai(self, key: str = HTTP_KEY) -> openai.AsyncOpenAI:
         client = self.http()

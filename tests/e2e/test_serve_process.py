@@ -30,7 +30,7 @@ MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
 # Two shapes of steps to compile. Placements are decided when a test asks.
 LIMITS = ("--max-rows", "2", "--token-budget", "8", "--tile", "8", "--page-size", "4", "--num-pages", "200")
 PLACEMENT = ("--placement", "eplb", "--window-steps", "1000000")
-START_S, END_S = 120, 60
+START_S, END_S = 600, 600
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +85,7 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
     reversed_LE = np.tile(np.arange(MODEL.num_experts)[::-1], (LAYERS, 1))
     save_placement(tmp / "start.npz", reversed_LE, {"ranks": 4})
     files = "--placement-file", tmp / "start.npz", "--dump-counts", tmp / "counts", "--save", tmp / "saved"
-    options = *files, "--compile-cache", tmp / "compiled"
+    options = *files, "--compile-cache", tmp / "compiled", "--drain-timeout", END_S
     async with gimbal_serve(tmp / "first.log", FOLDER, *options) as (process, client):
         assert np.array_equal((await client.placement()).slot_of_expert_LE, reversed_LE)
         # Token ids are served; text, for which the checkpoint has no tokenizer, is refused.

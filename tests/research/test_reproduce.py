@@ -19,6 +19,7 @@ from research import results_tables
 from research.experiments import Scope, quick
 from research.reproduce import compute, compute_all, main
 from research.store import ResultStore
+from research.tables import all_tables
 from research.tasks import CalibrationPoint, capacity_task
 from tests.research.results_made_up import made_up_store
 
@@ -96,7 +97,7 @@ def test_an_unknown_figure_is_refused(tmp_path):
 def test_tables_go_between_the_comments_of_the_document(tmp_path, monkeypatch):
     store = made_up_store(tmp_path / "quick", scope=quick(Scope()))
     document = tmp_path / "results.md"
-    names = [make(store, quick(Scope())).name for make in results_tables.TABLES]
+    names = [table.name for table in all_tables(store, quick(Scope()))]
     document.write_text(
         "".join(f"## {name}\n<!-- begin {name} -->\nold\n<!-- end {name} -->\ntext\n" for name in names)
     )

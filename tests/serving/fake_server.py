@@ -157,8 +157,8 @@ class FakeCore(EngineCore):
     def rebalance(self):
         self.rebalances += 1
 
-    def tell(self, *news):
-        """What changed in the prefix caches."""
+    def change_pages(self, *news):
+        """Change the prefix caches, and notify."""
         for one in news:
             for removed in one.removed:
                 del self.held_S[one.engine][removed]
@@ -169,7 +169,7 @@ class FakeCore(EngineCore):
         self.flushes += 1
         news = [PageNews(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
         if news:
-            self.tell(*news)
+            self.change_pages(*news)
 
     def status(self):
         counts_LSE = np.arange(2 * 2 * 4, dtype=np.int64).reshape(2, 2, 4)

@@ -82,7 +82,7 @@ def test_traces_are_published_at_their_period_also_by_idle_engines():
         assert [t.expert_pressure for t in server.traces] == [8.0, 8.0]
 
 
-def test_trap_1_a_change_of_cache_use_alone_is_published():
+def test_a_change_of_cache_use_alone_is_published():
     with open_server() as (server, _, _):
         server.submit(request("a", [1] * 4, max_tokens=20))
         server.tick(0.0)
