@@ -209,7 +209,7 @@ async def serve_checkpoint(
             config = replace(config, mesh=mesh)
         on_placement = None if kept is None else kept.keep
         rebalancer = Rebalancer(model, config, runner, PlacementProcess(), windows=dump, on_placement=on_placement)
-        server = EngineCore(model, config, runner, rebalancer=rebalancer)
+        server = EngineCore(model, config, runner, rebalancer)
         if group is not None:
             group.when_lost(server.abandon)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 
 LOG_TICKS = 10_000
 """Changes that the log keeps, a tick's each, as vLLM does."""
@@ -29,7 +29,7 @@ class PrefixIndex:
         """Held by all engines."""
         return sum(map(len, self._pages_S))
 
-    def apply(self, news: PageNews) -> None:
+    def apply(self, news: CacheEvents) -> None:
         pages = self._pages_S[news.engine]
         for removed in news.removed:
             pages.pop(removed, None)
@@ -68,7 +68,7 @@ class Change:
     number: int
     """From 1, without gaps."""
     time: float
-    news: tuple[PageNews, ...]
+    news: tuple[CacheEvents, ...]
     """At most one of each engine."""
 
     @property
@@ -96,7 +96,7 @@ class PageLog:
         """Number of the oldest change that is kept; one more than ``last`` where there is none."""
         return self.last + 1 - len(self._changes)
 
-    def add(self, time: float, news: Sequence[PageNews]) -> None:
+    def add(self, time: float, news: Sequence[CacheEvents]) -> None:
         self.last += 1
         change = Change(self.last, time, tuple(news))
         self._changes.append(change)

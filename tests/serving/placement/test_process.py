@@ -174,7 +174,7 @@ def test_it_ends_with_its_parent_however_that_ends():
 def test_a_server_survives_the_child_that_decides_for_it():
     runner = FakeRunner(MODEL, TICKED)
     rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
-    server = EngineCore(MODEL, TICKED, runner, rebalancer=rebalancer)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:
