@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
-from gimbal_jax.serving.runtime.host_memory import HostMemory, forget_peak, give_back_freed_memory, host_memory
+from gimbal_jax.serving.runtime.host_memory import HostMemory, forget_peak, host_memory, trim_heap
 
 MB = 1e6
 
@@ -62,7 +62,7 @@ def measure(folder: Path, config: ServerConfig, dtype: str, buckets: int | None,
     stage("weights, KV pages and tables", ranks * (needed.weights.total + pages + needed.tables))
     runner.warm_up()
     stage(f"warm-up, {len(runner.buckets)} step programs")
-    give_back_freed_memory()
+    trim_heap()
     stage("freed memory given back")
 
 

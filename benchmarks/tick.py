@@ -29,7 +29,7 @@ from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
 from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
@@ -129,9 +129,9 @@ class Clients:
         self._server, self._load = server, load
         self._serial = itertools.count()
         self._sent = [0] * len(server.engines)
-        self._engine_of: dict[str, int] = {}
+        self._engine_of: dict[RequestId, int] = {}
         server.subscribe(self._take)
-        self._ended: list[str] = []
+        self._ended: list[RequestId] = []
         for engine in range(len(server.engines)):
             for place in range(running + load.waiting):
                 # The first ones end one after the other, as later ones do.
@@ -151,8 +151,8 @@ class Clients:
         prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
-        self._engine_of[str(serial)] = engine
-        self._server.submit(Request(str(serial), prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._engine_of[serial] = engine
+        self._server.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager

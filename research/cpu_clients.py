@@ -131,8 +131,9 @@ async def _measure(frontend: Frontend, number: int, call: Call, start: float) ->
     """One stream, sent now, to its end; no token ends an output early."""
     sent, first, tokens = time.monotonic(), float("nan"), 0
     sampling = SamplingParams(call.output_tokens, temperature=0.0)
-    async for output in frontend.generate(str(number), call.prompt, sampling):
-        if output.token_ids and not tokens:
-            first = time.monotonic()
-        tokens += len(output.token_ids)
+    with frontend.generate(str(number), call.prompt, sampling) as stream:
+        async for delta in stream:
+            if delta.token_ids and not tokens:
+                first = time.monotonic()
+            tokens += len(delta.token_ids)
     return Measurement(sent - start, len(call.prompt), tokens, first - sent, time.monotonic() - sent)

@@ -21,7 +21,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import console, errors_said, fail
+from gimbal_jax.cli.terminal import console, fail, report_errors
 from gimbal_jax.config import PlacementConfig
 from research.calibrate_placement import compare, synthetic
 from research.experiments import MOST_SEEDS, Experiment, Scope, experiments, in_order, quick
@@ -133,7 +133,7 @@ def main(
     known = experiments(scope)
     if unknown := [name for name in names or () if name not in known]:
         fail(f"figure {unknown[0]}: must be one of {', '.join(known)}")
-    with errors_said():
+    with report_errors():
         store = ResultStore(out / "results.jsonl")
     if listed:
         console.print(overview(known, store))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gimbal_jax.cli.terminal import errors_said
+from gimbal_jax.cli.terminal import report_errors
 from research import study_tables, tables
 from research.experiments import MOST_SEEDS, Scope, quick
 from research.reproduce import OUT
@@ -61,7 +61,7 @@ def main(
     if small:
         scope, out = quick(scope), out / "quick"
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    with errors_said():
+    with report_errors():
         store = ResultStore(out / "results.jsonl")
         for make, figures in TABLES.items():
             table = make(store, scope)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import errors_said
+from gimbal_jax.cli.terminal import report_errors
 from gimbal_jax.config import PlacementConfig
 from gimbal_jax.simulation.scenario import MODEL as RUN_MODEL
 from gimbal_jax.simulation.systems import SYSTEMS
@@ -291,7 +291,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for records and picture.")] = OUT,
 ) -> None:
     """Sweep engines and GPUs, and say where each part stops scaling."""
-    with errors_said():
+    with report_errors():
         if system not in SYSTEMS:
             raise ValueError(f"system must be one of {', '.join(SYSTEMS)}, not {system}")
         if long:

@@ -13,7 +13,7 @@ import typer
 
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.serve.toml_file import to_toml
-from gimbal_jax.cli.terminal import console, errors_said
+from gimbal_jax.cli.terminal import console, report_errors
 from gimbal_jax.config import GPU_ENGINE
 from gimbal_jax.planning.hardware import parse_gpus, parse_link
 from gimbal_jax.planning.models import find_model
@@ -65,7 +65,7 @@ def main(
     rate: Annotated[float, typer.Option(help="Requests per second that the mesh must reach.")] = 20.0,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("out/serve.toml"),
 ) -> None:
-    with errors_said():
+    with report_errors():
         chosen = choose(candidates_of(model, gpus, link), rate)
         settings: dict[str, Any] = serve_settings(chosen.request, chosen.plan.mesh)
         fields = {key.replace("-", "_"): value for key, value in settings.items()}

@@ -22,7 +22,7 @@ from gimbal_jax.bench.replay import SendFailed
 from gimbal_jax.bench.report import last_profiles, latency_table, profile_table, rate_table
 from gimbal_jax.bench.rounds import Rate, Round, Surface, grpc_surface, http_surface, measure
 from gimbal_jax.bench.server_process import peak_rss_bytes, running_server
-from gimbal_jax.cli.terminal import console, errors_said, print_table, progress_bar
+from gimbal_jax.cli.terminal import console, print_table, progress_bar, report_errors
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
 from gimbal_jax.serving.network.ports import free_port
@@ -71,7 +71,7 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
     """Measure a server through its gRPC or HTTP surface: latencies as clients see them, and throughput."""
-    with errors_said():
+    with report_errors():
         from gimbal_jax.bench.load import LoadConfig
         from gimbal_jax.bench.report import bench_record
         from gimbal_jax.bench.rounds import rate_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from gimbal_jax.cli.terminal import console, errors_said, fail, print_table, progress_bar
+from gimbal_jax.cli.terminal import console, fail, print_table, progress_bar, report_errors
 from gimbal_jax.config import (
     GPU_ENGINE,
     MEMORY_UTILISATION,
@@ -79,7 +79,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """List every mesh of these GPUs for MODEL, with what fits and what it costs, and recommend one."""
-    with errors_said():
+    with report_errors():
         from gimbal_jax.planning import plan_report as report
         from gimbal_jax.planning.hardware import parse_gpus, parse_link
         from gimbal_jax.planning.models import find_model
@@ -183,7 +183,7 @@ def check(
 
     No GPU is needed, but XLA's CUDA compiler, and JAX_PLATFORMS=cpu: see docs/cuda.md.
     """
-    with errors_said():
+    with report_errors():
         from gimbal_jax.planning.check import check_plan, row, server_config, table
         from gimbal_jax.planning.hardware import parse_gpus
         from gimbal_jax.planning.models import find_model
@@ -221,7 +221,7 @@ def show(
     picture: Annotated[Path | None, typer.Option(help="Picture of it to write.")] = None,
 ) -> None:
     """Show the part of MODEL that each device of a mesh holds."""
-    with errors_said():
+    with report_errors():
         from gimbal_jax.planning.models import find_model
         from gimbal_jax.planning.picture import draw_mesh
         from gimbal_jax.planning.show import shard_table, shards

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import console, errors_said, print_table
+from gimbal_jax.cli.terminal import console, print_table, report_errors
 from gimbal_jax.config import DispatchConfig, Exchange, MeshConfig, PlacementConfig, QueueConfig
 from gimbal_jax.simulation.cost_sets import CostSet
 from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
@@ -83,7 +83,7 @@ def simulate(
     if list_systems:
         print_table(systems_table())
         return
-    with errors_said():
+    with report_errors():
         if system not in SYSTEMS:
             raise ValueError(f"--system {system}: must be one of {', '.join(SYSTEMS)}")
         if rate is not None and share_of_capacity is not None:

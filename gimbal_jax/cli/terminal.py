@@ -93,7 +93,7 @@ def print_table(table: Table) -> None:
 
 
 @contextmanager
-def errors_said() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Print errors that the user can correct as one line, and end the command; other errors get a traceback."""
     try:
         yield

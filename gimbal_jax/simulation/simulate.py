@@ -18,10 +18,10 @@ from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.scheduler.trace import Trace
+from gimbal_jax.serving.core.admission import admit
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
@@ -108,7 +108,8 @@ class _Live:
 
     arrival_s: float
     input_tokens: int
-    ticket: Ticket
+    ticket: Ticket | None = None
+    """The dispatcher's ticket; None if the queue was full."""
     output_tokens: int = 0
     ttft_s: float = math.nan
 
@@ -158,9 +159,8 @@ class _Simulation:
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
-        self._observed: tuple[Trace, ...] = ()
-        self._live: dict[str, _Live] = {}
-        self._done: dict[str, Measurement] = {}
+        self._live: dict[RequestId, _Live] = {}
+        self._done: dict[RequestId, Measurement] = {}
         self._live_integral = self._changed = 0.0
         """Live requests over time, up to the last change of their number."""
         self._running_integral = self._kv_integral = 0.0
@@ -171,7 +171,7 @@ class _Simulation:
         clock, period = self._clock, self._config.dispatch.trace_period_s
         self._check(arrivals)
         for number, arrival in enumerate(arrivals):
-            clock.at(arrival.time_s, partial(self._arrive, str(number), arrival))
+            clock.at(arrival.time_s, partial(self._arrive, number, arrival))
         clock.at(GAP_PERIOD_S, self._sample_gap)
         self._server.open()
         asked = self._first_window_steps is None
@@ -194,21 +194,22 @@ class _Simulation:
                     f"{arrival.input_tokens} + {arrival.output_tokens}"
                 )
 
-    def _arrive(self, request_id: str, arrival: Arrival) -> None:
-        """Do what the frontend does."""
-        now = self._clock.now
-        if self._server.traces is not self._observed:
-            self._observed = self._server.traces
-            self._dispatcher.observe(self._observed)
-        prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
-        ticket = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
-        sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
-        self._count_live(now)
-        self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens, ticket)
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        """Admit a request as the frontend does; a full queue ends it."""
+        request = Request(
+            id=number,
+            label=str(number),
+            prompt=(self._router.prompt_token(arrival.topic),) * arrival.input_tokens,
+            sampling=SamplingParams(arrival.output_tokens, temperature=0.0),
+            arrival=self._clock.now,
+            engine=arrival.engine,
+        )
+        self._count_live(request.arrival)
+        live = self._live[number] = _Live(arrival.time_s, arrival.input_tokens)
         try:
-            self._server.submit(Request(request_id, prompt, sampling, now, ticket.decision.engine, ticket.sequence))
+            live.ticket = admit(self._server, self._dispatcher, request)
         except QueueFull as error:
-            self._finish(request_id, str(error))
+            self._finish(number, str(error))
 
     def _deliver(self, news: TickNews) -> None:
         """Process the news of a tick, at the end of its step."""
@@ -221,10 +222,11 @@ class _Simulation:
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.error)
 
-    def _finish(self, request_id: str, error: str) -> None:
+    def _finish(self, request_id: RequestId, error: str) -> None:
         self._count_live(self._clock.now)
         live = self._live.pop(request_id)
-        live.ticket.release()
+        if live.ticket is not None:
+            live.ticket.release()
         measurement = live.ended(self._clock.now, error)
         self._done[request_id] = measurement
         self._on_done(measurement)
@@ -247,7 +249,7 @@ class _Simulation:
         self._clock.at(self._clock.now + GAP_PERIOD_S, self._sample_gap)
 
     def _report(self, count: int) -> Run:
-        requests = tuple(self._done[str(number)] for number in range(count))
+        requests = tuple(self._done[number] for number in range(count))
         seconds = max((m.arrival_s + m.e2e_s for m in requests), default=0.0)
         status = self._server.status()
         self._server.stop()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from gimbal_jax.cli.main import ALL_POLICIES, app
+from gimbal_jax.cli.main import app
+from gimbal_jax.cli.place import ALL_POLICIES
 from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.planning.placements import (
     Answer,

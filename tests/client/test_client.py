@@ -96,7 +96,7 @@ async def test_all_options_reach_the_core(core, client):
     await collect(chunks)
     [request] = core.submitted
     assert (request.engine, request.prompt, request.sampling.stop_token_ids) == (1, (5,), (100,))
-    assert request.id.startswith("mine/")
+    assert request.label == "mine"
     assert {name: getattr(request.sampling, name) for name in options} == options
     assert request.sampling.logit_bias == ((3, 0.5),)
 

@@ -113,11 +113,11 @@ class FakeCore(EngineCore):
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
         self.submitted: list[Request] = []
-        self.cancelled: list[str] = []
+        self.cancelled: list[int] = []
         self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
         self.last_rebalance: float | None = None
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[int, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stepping = threading.Thread(target=self._step_often)
@@ -196,7 +196,7 @@ class FakeCore(EngineCore):
                     cached_pages=3,
                     prefix_queries=200,
                     prefix_hits=0,
-                    queue_head=QueueHead("a/0", 1.5, 40),
+                    queue_head=QueueHead("a", 1.5, 40),
                 ),
             ),
             steps=StepStatus(

@@ -45,8 +45,9 @@ class Live:
 
         async def run():
             sampling = SamplingParams(max_tokens, temperature=0.0)
-            async for _ in self.frontend.generate(request_id, tuple(prompt), sampling, origin=Origin(client)):
-                pass
+            with self.frontend.generate(request_id, tuple(prompt), sampling, origin=Origin(client)) as stream:
+                async for _ in stream:
+                    pass
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop)
 

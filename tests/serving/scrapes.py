@@ -58,11 +58,11 @@ class Scraped:
 
     async def request(self, name: str, prompt: tuple[int, ...], max_tokens=4, leave_after=99, engine=None) -> None:
         """Uses one request up, or leaves after that many messages."""
-        outputs = self.frontend.generate(name, prompt, SamplingParams(max_tokens, temperature=0.0), engine=engine)
-        async with contextlib.aclosing(outputs):
+        sampling = SamplingParams(max_tokens, temperature=0.0)
+        with self.frontend.generate(name, prompt, sampling, engine=engine) as stream:
             messages = 0
-            async for output in outputs:
-                self.tokens.extend(output.token_ids)
+            async for delta in stream:
+                self.tokens.extend(delta.token_ids)
                 messages += 1
                 if messages == leave_after:
                     return

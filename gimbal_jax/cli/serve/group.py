@@ -21,7 +21,14 @@ import typer
 
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.serve.processes import Processes
-from gimbal_jax.cli.serve.setup import Checkpoint, check_servable, gather_pages, load_runner, warm_up, with_kv_pool
+from gimbal_jax.cli.serve.setup import (
+    Checkpoint,
+    check_servable,
+    load_runner,
+    use_huge_pages_for_weights,
+    warm_up,
+    with_kv_pool,
+)
 from gimbal_jax.cli.terminal import console
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.serving.cluster.connection import ChannelError, PeerLost
@@ -173,7 +180,7 @@ def follow(
         runner = load_runner(checkpoint, config, options, devices)
         warm_up(runner)
         ready.set()
-        gather_pages(runner)
+        use_huge_pages_for_weights(runner)
         console.print(f"process {processes.index} follows")
         while not isinstance(command := decode(leader.next_command(), runner.layout, processes.index), Stop):
             runner.do(command)
@@ -192,7 +199,7 @@ def follow(
 
 
 @contextlib.contextmanager
-def ends_at_once(processes: Processes | None) -> Iterator[None]:
+def exit_on_error(processes: Processes | None) -> Iterator[None]:
     """End the process immediately if the block fails in one of several processes. Change nothing for a single one."""
     try:
         yield

@@ -13,6 +13,8 @@ PRIORITY_KEY = "x-gimbal-priority"
 """gRPC metadata key of a request's priority, for which the protocol has no field."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+type RequestId = int | str
+"""Key of a request in the core, unlike that of any other that runs or waits. The frontend counts, tests use names."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,23 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate; ``sequence`` numbers the requests dispatched to its engine from 1."""
+    """One sequence to generate."""
 
-    id: str
+    id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
-    engine: int | None
-    """None: the server binds it to one (dispatch policy ``late``), and ``sequence`` is 0."""
-    sequence: int
+    engine: int | None = None
+    """Engine that runs it; None if the core is to choose one (dispatch policy ``late``)."""
+    sequence: int = 0
+    """Number among the requests dispatched to its engine, from 1; 0 without an engine."""
     priority: int = 0
     """Lower runs first; 0 unless the queue policy is ``priority``."""
     grammar: Grammar | None = None
     page_hashes: tuple[bytes, ...] = ()
     """Of the prompt's full pages (see ``prefix.page_hashes``); empty where no prefix is to be shared."""
+    label: str = ""
+    """The client's id of the request, for people."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class TokenLogprobs:
 class TokenDelta:
     """What one request gained in a step: its new tokens, and how it ended if it did."""
 
-    request_id: str
+    request_id: RequestId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of ``token_ids``; empty if the request did not ask for them."""

@@ -126,8 +126,7 @@ def engine_rows(
 
 
 def _queue_head_row(head: QueueHead) -> QueueHeadRow:
-    client_id, _, _ = head.request_id.rpartition("/")
-    return {"id": client_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
+    return {"id": head.request_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
 
 
 def summarise_dispatch(rules: dict[str, int], decisions: Sequence[DispatchRecord], now: float) -> DispatchSummary:

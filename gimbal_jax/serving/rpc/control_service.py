@@ -10,6 +10,7 @@ import grpc
 
 from gimbal_jax.protos import control_pb2 as pb
 from gimbal_jax.protos import control_pb2_grpc as pb_grpc
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.core.status import Status
 from gimbal_jax.serving.frontend.frontend import Frontend
 
@@ -21,9 +22,9 @@ type Context = grpc.aio.ServicerContext
 class ControlService(pb_grpc.ControlServicer):
     """Answers from the core's status and the dispatcher's records. Only ``Rebalance`` changes anything."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, core: EngineCore, frontend: Frontend) -> None:
+        self._core = core
         self._frontend = frontend
-        self._core = frontend.core
 
     async def _status(self) -> Status:
         # In a thread, because it copies arrays and may wait for the engine thread.

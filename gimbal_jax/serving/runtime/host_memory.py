@@ -43,7 +43,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def give_back_freed_memory() -> None:
+def trim_heap() -> None:
     """Hand memory that was freed to the system, where the C library can: glibc keeps it for what may come.
 
     A compiler leaves hundreds of megabytes of it.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
 from gimbal_jax.serving.core.core import EngineCore, TickNews
-from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenDelta
+from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams, TokenDelta
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 
@@ -17,7 +17,7 @@ FREE = (CONFIG.engine.num_pages,) * 2
 
 
 def request(name: str, prompt=(1, 2, 3), max_tokens: int = 4, engine: int = 0, sequence: int = 1) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(max_tokens, temperature=0.0), 0.0, engine, sequence)
+    return Request(name, tuple(prompt), SamplingParams(max_tokens, temperature=0.0), 0.0, engine, sequence, label=name)
 
 
 class Outputs:
@@ -33,14 +33,14 @@ class Outputs:
         self.all += news.outputs
 
     @property
-    def bound(self) -> list[tuple[float, str, int | None]]:
+    def bound(self) -> list[tuple[float, RequestId, int | None]]:
         """(time, request id, engine) of each decision of the central queue."""
         return [(news.now, name, decision.engine) for news in self.news for name, decision in news.bound]
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.all if output.request_id == name for token in output.token_ids]
 
-    def ends(self) -> dict[str, tuple[str, str]]:
+    def ends(self) -> dict[RequestId, tuple[str, str]]:
         """How each ended request ended: reason and error."""
         return {o.request_id: (o.finish_reason, o.error) for o in self.all if o.finish_reason is not None}
 

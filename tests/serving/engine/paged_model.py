@@ -18,7 +18,7 @@ def request(name, prompt, max_tokens=4, arrival=0.0, sequence=1, page_size=None,
     prompt = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     hashes = page_hashes(prompt, page_size) if page_size else ()
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Request(str(name), prompt, params, arrival, 0, sequence, page_hashes=hashes)
+    return Request(str(name), prompt, params, arrival, 0, sequence, page_hashes=hashes, label=str(name))
 
 
 def next_token(context, seed, suppress) -> int:

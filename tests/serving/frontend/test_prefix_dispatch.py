@@ -48,13 +48,13 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
                 while now < due:
                     await asyncio.sleep(0)
                 history += tuple(draw.choices(range(290), k=draw.randint(8, 24)))
-                outputs = frontend.generate(
+                stream = frontend.generate(
                     f"{number}/{turn}",
                     history,
                     SamplingParams(draw.randint(2, 12), temperature=0.0),
                     page_hashes=page_hashes(history, CONFIG.engine.page_size),
                 )
-                history += tuple([token async for output in outputs for token in output.token_ids])
+                history += tuple([token async for delta in stream for token in delta.token_ids])
 
         tasks = [asyncio.create_task(conversation(number)) for number in range(CONVERSATIONS)]
         while not all(task.done() for task in tasks):

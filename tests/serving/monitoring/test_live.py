@@ -23,7 +23,7 @@ from tests.serving.monitoring.test_live_snapshot import RECORD
 
 
 def view_of(core, clock, model="m"):
-    """A view whose frontend nobody uses."""
+    """Return a view of an idle frontend."""
 
     async def make():
         return LiveView(Frontend(core, clock), model)
@@ -40,7 +40,7 @@ class Clock:
 
 
 class SlowCore(FakeCore):
-    """Its status waits, as for a long step."""
+    """A core whose status waits, as during a long step."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class SlowCore(FakeCore):
         return super().status()
 
 
-def test_a_served_load_by_a_naive_recount(monkeypatch):
+def test_snapshot_of_a_served_load_equals_a_recount(monkeypatch):
     monkeypatch.setattr(live, "FRESH_S", 0.0)
     with live_server("a model") as server:
         prompts = {f"r{number}": tuple(range(number + 1)) for number in range(12)}
@@ -120,7 +120,7 @@ def test_only_one_viewer_waits_for_a_long_step():
     assert core.asked == 2
 
 
-def test_what_a_request_says_of_itself_cannot_make_it_large():
+def test_long_request_text_does_not_enlarge_the_snapshot():
     view = view_of(FakeCore(), Clock(), model="m" * 10**6)
     small = len(json.dumps(view.snapshot()))
     view = view_of(FakeCore(), Clock(), model="m" * 10**6)
@@ -131,7 +131,7 @@ def test_what_a_request_says_of_itself_cannot_make_it_large():
     assert len(json.dumps(snapshot)) < small + live.ROWS * 1000
 
 
-def test_history_is_there_although_nobody_looked():
+def test_history_needs_no_viewer():
     clock, core = Clock(1000.0), FakeCore()
 
     async def make():
@@ -150,7 +150,7 @@ def test_history_is_there_although_nobody_looked():
     assert snapshot["requests"][0]["age_s"] == 0.0
 
 
-def test_the_page_brings_everything_and_its_policy_allows_just_that():
+def test_page_is_self_contained_and_its_policy_allows_nothing_else():
     page = PAGE.decode()
     for tag in ("style", "script"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

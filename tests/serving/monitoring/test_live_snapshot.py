@@ -71,14 +71,14 @@ def traces(*changes, time=100.0):
     return tuple(replace(idle_trace(engine, time), **fields) for engine, fields in enumerate(changes))
 
 
-def test_a_request_that_did_not_run_to_its_end_has_no_whole_time():
+def test_incomplete_request_has_no_total_time():
     assert ended_request(RECORD) == EndedRequest(13.0, "stop", 1.0, 0.5, 3.0)
     assert ended_request(replace(RECORD, outcome="length")).total_s == 3.0
     for outcome in ("cancelled", "refused", "abort", "error"):
         assert ended_request(replace(RECORD, outcome=outcome)).total_s is None
 
 
-def test_text_of_others_is_cut():
+def test_long_text_of_clients_is_cut():
     long = replace(RECORD, request_id="i" * 10**6, origin=Origin("c" * 10**6), error="e" * 10**6)
     row = request_row(long, 20.0)
     assert (row["id"], row["client"], row["error"]) == ("i" * TEXT, "c" * TEXT, "e" * TEXT)
@@ -86,7 +86,7 @@ def test_text_of_others_is_cut():
 
 
 @given(st.lists(st.one_of(st.none(), FULL)))
-def test_quantiles_are_values_that_enough_others_do_not_exceed(values):
+def test_percentiles_are_values_by_nearest_rank(values):
     known = [value for value in values if value is not None]
     for share, answer in zip((0.5, 0.99), percentiles(values).values(), strict=True):
         if not known:
@@ -97,7 +97,7 @@ def test_quantiles_are_values_that_enough_others_do_not_exceed(values):
         assert sum(value < answer for value in known) < share * len(known)
 
 
-def test_latency_is_of_the_last_minute_only():
+def test_latency_covers_the_last_minute_only():
     ended = [
         EndedRequest(39.9, "error", 9.0, 9.0, 9.0),
         EndedRequest(40.0, "length", 1.0, None, 4.0),
@@ -116,7 +116,7 @@ def test_latency_is_of_the_last_minute_only():
     st.lists(st.tuples(st.floats(0, 400), st.integers(0, 500)), min_size=1, max_size=40).map(sorted),
     st.floats(0, 50),
 )
-def test_rates_add_up_to_the_tokens_between_the_first_and_the_last_edge(steps, later):
+def test_rates_add_up_to_the_tokens_between_the_edges(steps, later):
     total, samples = 0, [TokenSample(0.0, 0, 0)]
     for time, tokens in steps:
         if time > samples[-1].time:
@@ -131,7 +131,7 @@ def test_rates_add_up_to_the_tokens_between_the_first_and_the_last_edge(steps, l
     assert min(shown["generated"]) >= 0
 
 
-def test_recent_rates_forget_what_was_before():
+def test_recent_rates_cover_the_last_bucket_only():
     samples = [TokenSample(0.0, 0, 0), TokenSample(95.0, 900, 10_000), TokenSample(100.0, 1000, 10_250)]
     assert recent_rates(samples, 100.0) == {"prompt": 20.0, "generated": 50.0}
     assert recent_rates(samples, 200.0) == {"prompt": 0.0, "generated": 0.0}
@@ -150,7 +150,7 @@ def test_history_puts_each_request_into_the_bucket_of_its_end(requests, now):
     assert [len(values) for values in series] == [BUCKETS] * 8
 
 
-def test_scores_are_those_that_the_dispatcher_compares():
+def test_shown_scores_equal_the_dispatchers():
     config = replace(CONFIG, dispatch=DispatchConfig(close_scores=0.0))
     dispatcher = Dispatcher(2, config.dispatch, config.engine.token_budget)
     busy = traces(
@@ -176,7 +176,7 @@ def test_scores_are_those_that_the_dispatcher_compares():
     assert [engine["prefix_hit_rate"] for engine in shown] == [0.4, 0]
 
 
-def test_engines_are_idle_before_their_first_trace():
+def test_engine_is_idle_before_its_first_trace():
     shown = engine_rows(status(), (0, 0), (), CONFIG, 5.0)
     assert [engine["trace_age_s"] for engine in shown] == [None, None]
     assert [engine["score"] for engine in shown] == [0, 0]
@@ -184,8 +184,8 @@ def test_engines_are_idle_before_their_first_trace():
     assert shown[1]["queue_head"] == {"id": "a", "waited_s": 1.5, "prefill_tokens": 40}
 
 
-def test_a_client_may_put_anything_into_the_id_of_the_queue_s_head():
-    head = QueueHead("x/" * 10**5 + "/7", 0.0, 1)
+def test_id_of_the_queue_head_is_cut():
+    head = QueueHead("x/" * 10**5, 0.0, 1)
     first, second = status().engines
     shown = engine_rows(status(engines=(replace(first, queue_head=head), second)), (0, 0), (), CONFIG, 5.0)
     assert shown[0]["queue_head"] == {"id": ("x/" * 10**5)[:TEXT], "waited_s": 0.0, "prefill_tokens": 1}
@@ -207,7 +207,7 @@ def test_dispatches_are_counted_by_rule_and_by_engine():
 
 
 @pytest.mark.parametrize("windowed", [True, False])
-def test_experts_by_a_naive_recount(windowed):
+def test_expert_map_equals_a_naive_recount(windowed):
     rng = np.random.default_rng(3)
     layers, sources, count, ranks = 3, 2, 8, 4
     counts_LSE = rng.integers(0, 100, (layers, sources, count))
@@ -251,7 +251,7 @@ def test_experts_without_any_traffic():
     assert shown["tokens_LP"] == [[0] * 4] * 2
 
 
-def test_placement_shows_changes_newest_first_and_counts_what_changed_nothing():
+def test_placement_decisions_are_newest_first_and_kept_ones_are_merged():
     rng = random.Random(1)
     choices: list[Outcome] = ["kept", "kept", "applied", "failed"]
     outcomes = [rng.choice(choices) for _ in range(100)]
@@ -315,7 +315,7 @@ WELL = dict(placement=placement(windows_lost=0), traces=traces({}, {}))
         ({"state": "stopped", "traces": traces({}, {}, time=1.0)}, {}, None),
     ],
 )
-def test_warnings(changes, outcomes, words):
+def test_each_warning_has_its_condition(changes, outcomes, words):
     found = active_warnings(status(**{**WELL, **changes}), Counter(outcomes), CONFIG, 100.0)
     if words is None:
         assert found == []

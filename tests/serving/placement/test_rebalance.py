@@ -1,4 +1,4 @@
-"""The placement loop over a fake runner, with decisions made at once unless a test holds them back."""
+"""The placement loop over a fake runner. Decisions are made immediately unless a test holds them back."""
 
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -22,7 +22,7 @@ LAYERS, EXPERTS = 5, 8
 MODEL = replace(FAKE_MODEL, num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=EXPERTS)
 CONFIG = ServerConfig(MeshConfig(2, 2), placement=PlacementConfig(window_steps=3, rows_per_pair=1))
 RANKS = CONFIG.mesh.ranks
-# All load on the experts that share rank 0 and, of the other source, rank 2: any policy wants to part them.
+# One source loads two experts of rank 0, the other two of rank 2. Every policy separates them.
 SKEWED_LSE = np.tile(np.array([[90, 80, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 70, 60, 5, 6]]), (LAYERS, 1, 1))
 
 
@@ -37,7 +37,7 @@ class AtOnce(Executor):
 
 
 class Held(Executor):
-    """Keeps what is submitted until ``run``."""
+    """Keeps a submitted call until ``run``."""
 
     def __init__(self) -> None:
         self.jobs: list = []
@@ -58,7 +58,7 @@ def loop(executor=None, policy_function=None, windows=None, **placement) -> tupl
 
 
 def steps(rebalancer: Rebalancer, runner: FakeRunner, count: int, counts_LSE=SKEWED_LSE, first: int = 0) -> None:
-    """As many steps with this traffic each, and the tick after each of them."""
+    """Run ``count`` steps with this traffic each, and a tick after each step."""
     for step in range(first, first + count):
         runner.counts_LSE += counts_LSE
         rebalancer.traffic.step_enqueued()
@@ -86,7 +86,7 @@ def test_window_closes_after_its_steps_and_the_next_starts_empty():
     assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE + 3 * other_LSE)
 
 
-def test_looking_in_between_loses_no_traffic():
+def test_collecting_early_loses_no_traffic():
     rebalancer, runner = loop(policy="static")
     for step in range(3):
         steps(rebalancer, runner, 1, first=step)
@@ -96,7 +96,7 @@ def test_looking_in_between_loses_no_traffic():
     assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE)
 
 
-def test_a_decision_can_be_asked_for_early():
+def test_ask_closes_the_window_early():
     rebalancer, runner = loop(policy="static")
     steps(rebalancer, runner, 1)
     rebalancer.ask()
@@ -107,7 +107,7 @@ def test_a_decision_can_be_asked_for_early():
     assert len(rebalancer.records) == 1
 
 
-def test_smoothing_lets_earlier_windows_count_in_decisions_only():
+def test_smoothing_adds_earlier_windows_to_decisions_only():
     seen = []
 
     def remember(counts_LSE, *others):
@@ -125,7 +125,7 @@ def test_smoothing_lets_earlier_windows_count_in_decisions_only():
     assert not rebalancer.window_LSE.any()
 
 
-def test_closed_windows_are_handed_out_as_they_were():
+def test_listener_receives_each_window_as_counted():
     windows = Windows()
     rebalancer, runner = loop(policy="eplb", windows=windows)
     before_LE = runner.slot_of_expert_LE
@@ -142,7 +142,7 @@ def test_closed_windows_are_handed_out_as_they_were():
     assert not np.array_equal(second.slot_of_expert_LE, before_LE)
 
 
-def test_an_empty_window_keeps_the_placement():
+def test_empty_window_keeps_the_placement():
     rebalancer, _ = loop()
     rebalancer.ask()
     ticks(rebalancer, 2)
@@ -151,7 +151,7 @@ def test_an_empty_window_keeps_the_placement():
     assert (record.imbalance_before, record.remote_share_before) == (1.0, 0.0)
 
 
-def test_one_decision_at_a_time_and_traffic_goes_on_counting():
+def test_traffic_counts_while_one_decision_runs():
     held = Held()
     rebalancer, runner = loop(held)
     steps(rebalancer, runner, 3)
@@ -169,23 +169,23 @@ def test_one_decision_at_a_time_and_traffic_goes_on_counting():
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_new_placement_is_told_once_all_its_experts_have_moved(complete):
-    told: list[np.ndarray] = []
+def test_on_placement_is_called_once_all_experts_have_moved(complete):
+    placements: list[np.ndarray] = []
     config = replace(CONFIG, placement=replace(CONFIG.placement, policy="eplb"))
     runner = FakeRunner(MODEL, config)
-    rebalancer = Rebalancer(MODEL, config, runner, AtOnce(), on_placement=told.append)
+    rebalancer = Rebalancer(MODEL, config, runner, AtOnce(), on_placement=placements.append)
     steps(rebalancer, runner, config.placement.window_steps)
-    assert told == []
+    assert placements == []
     if not complete:
         runner.migrations_left = 0
     ticks(rebalancer, 20)
-    assert len(told) == int(complete)
+    assert len(placements) == int(complete)
     if complete:
-        np.testing.assert_array_equal(told[0], runner.slot_of_expert_LE)
+        np.testing.assert_array_equal(placements[0], runner.slot_of_expert_LE)
 
 
 @pytest.mark.parametrize("policy", ["gimbal", "eplb"])
-def test_applied_decision(policy):
+def test_applied_decision_is_recorded_with_its_stats(policy):
     rebalancer, runner = loop(policy=policy)
     before_LE = runner.slot_of_expert_LE
     wanted = propose(3 * SKEWED_LSE, before_LE, CONFIG.mesh, replace(CONFIG.placement, policy=policy))
@@ -205,7 +205,7 @@ def test_applied_decision(policy):
     assert record.imbalance_after < record.imbalance_before
     assert record.remote_share_before == remote_share(SKEWED_LSE, before_LE, RANKS)
     assert record.remote_share_after == remote_share(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS)
-    assert record.far_share_before == record.far_share_after == 0  # one machine
+    assert record.far_share_before == record.far_share_after == 0  # one node
     assert rebalancer.totals.last_rebalance == 51.0
     moves = sum(len(moves.src_slot) for _, moves in runner.migrated)
     assert rebalancer.totals.bytes_moved == moves * runner.expert_bytes
@@ -247,7 +247,7 @@ def test_failed_migration_keeps_the_last_complete_round():
 
 
 @pytest.mark.parametrize("error", [TypeError("a bug"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), MemoryError()])
-def test_whatever_a_migration_raises_before_it_changes_anything_is_survived(monkeypatch, error):
+def test_migration_error_before_the_first_round_changes_nothing(monkeypatch, error):
     def fail(layer, moves):
         raise error
 
@@ -263,7 +263,7 @@ def test_whatever_a_migration_raises_before_it_changes_anything_is_survived(monk
     assert [record.outcome for record in rebalancer.records] == ["failed", "applied"]
 
 
-def test_lost_weights_are_not_served_on(monkeypatch):
+def test_lost_devices_end_the_loop(monkeypatch):
     def fail(layer, moves):
         raise DevicesLost("gone")
 
@@ -275,7 +275,7 @@ def test_lost_weights_are_not_served_on(monkeypatch):
         ticks(rebalancer, 1)
 
 
-def test_failed_decision_keeps_the_placement_and_the_loop_alive():
+def test_failed_decision_keeps_the_placement_and_the_loop_goes_on():
     calls = iter(range(2))
     rebalancer, runner = loop(policy_function=lambda *arguments: propose(*arguments) if next(calls) else 1 // 0)
     steps(rebalancer, runner, 3)
@@ -292,7 +292,7 @@ def test_failed_decision_keeps_the_placement_and_the_loop_alive():
     assert rebalancer.records[-1].outcome == "applied"
 
 
-def test_a_policy_of_ones_own_decides_and_is_named():
+def test_own_policy_decides_and_is_named_in_the_record():
     def swap_first(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
@@ -306,7 +306,7 @@ def test_a_policy_of_ones_own_decides_and_is_named():
     assert runner.slot_of_expert_LE.tolist() == [[7, 1, 2, 3, 4, 5, 6, 0]] * LAYERS
 
 
-def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
+def test_proposal_that_is_no_permutation_fails_and_moves_nothing():
     def twice(counts_LSE, slot_of_expert_LE, mesh, config):
         return Proposal(0 * slot_of_expert_LE, 1.0, 0.5, 1, True, "wrong")
 
@@ -317,7 +317,7 @@ def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
     assert not runner.migrated
 
 
-def test_a_runner_starts_from_any_placement():
+def test_apply_placement_brings_a_runner_to_any_placement():
     runner = FakeRunner(MODEL, CONFIG)
     wanted_LE = np.random.default_rng(0).permuted(runner.slot_of_expert_LE, axis=1)
     apply_placement(runner, wanted_LE, CONFIG)
@@ -338,11 +338,11 @@ def test_static_never_moves_and_records_are_bounded():
 # -- pressure -----------------------------------------------------------------
 
 
-def test_pressure_is_of_the_steps_since_the_last_call():
+def test_pressure_covers_the_steps_since_the_last_call():
     rebalancer, runner = loop(policy="static")
     assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
     steps(rebalancer, runner, 2)
-    # Per step and layer, of 2 tokens' experts each: ranks 0 and 1 hold experts 0 to 3.
+    # Expert tokens per step and layer. Ranks 0 and 1, of engine 0, hold experts 0 to 3.
     halves = SKEWED_LSE[0].sum(axis=0).reshape(2, 4).sum(axis=1)
     assert np.allclose(rebalancer.traffic.pressure_S(), halves / MODEL.experts_per_token)
     steps(rebalancer, runner, 4, 2 * SKEWED_LSE)
@@ -350,16 +350,16 @@ def test_pressure_is_of_the_steps_since_the_last_call():
     assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
 
 
-def test_the_straggler_form_of_pressure():
+def test_pressure_max_uses_the_fullest_rank():
     config = replace(CONFIG, dispatch=DispatchConfig(expert_pressure="max"))
     runner = FakeRunner(MODEL, config)
     rebalancer = Rebalancer(MODEL, config, runner, AtOnce())
     steps(rebalancer, runner, 2)
-    # Ranks hold two experts each: the fullest of the first two has 170 + 3 tokens a step, of the other two 7 + 130.
+    # Each rank holds two experts. The fullest rank has 170 + 3 tokens a step in engine 0, 7 + 130 in engine 1.
     assert np.allclose(rebalancer.traffic.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
 
 
-def test_pressure_follows_the_placement_in_force():
+def test_pressure_uses_the_current_placement():
     rebalancer, runner = loop(policy="eplb")
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)
@@ -372,7 +372,7 @@ def test_pressure_follows_the_placement_in_force():
 # -- totals -------------------------------------------------------------------
 
 
-def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
+def test_achieved_gain_is_measured_on_the_next_window():
     rebalancer, runner = loop(policy="eplb")
     before_LE = runner.slot_of_expert_LE
     steps(rebalancer, runner, 3)
@@ -396,7 +396,7 @@ def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
     assert rebalancer.totals.achieved_gain != pytest.approx(predicted)
 
 
-def test_the_same_traffic_again_gives_what_was_foretold():
+def test_achieved_gain_equals_predicted_gain_on_equal_traffic():
     rebalancer, runner = loop(smoothing=0.0)
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)
@@ -406,7 +406,7 @@ def test_the_same_traffic_again_gives_what_was_foretold():
     assert rebalancer.totals.achieved_gain == pytest.approx(rebalancer.totals.predicted_gain)
 
 
-def test_each_applied_placement_is_judged_anew():
+def test_achieved_gain_is_reset_by_each_applied_placement():
     def swap(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
@@ -426,7 +426,7 @@ def test_each_applied_placement_is_judged_anew():
     assert first is not None and second is not None and first * second < 0  # there, and back again
 
 
-def test_a_window_without_traffic_judges_nothing():
+def test_empty_window_measures_no_gain():
     rebalancer, runner = loop(policy="eplb")
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)

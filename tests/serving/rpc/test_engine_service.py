@@ -430,7 +430,7 @@ class FakeConstraints:
 async def engine_server(core, **parts):
     """The engine service alone, with parts of its own."""
     server = grpc.aio.server()
-    service = EngineService(Frontend(core, time.monotonic), NO_FILES, lambda: 1, time.time, **parts)
+    service = EngineService(core, Frontend(core, time.monotonic), NO_FILES, lambda: 1, time.time, **parts)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -12,8 +12,8 @@ import pytest
 from gimbal_jax.serving.runtime.host_memory import (
     HUGE_PAGE,
     forget_peak,
-    give_back_freed_memory,
     host_memory,
+    trim_heap,
     use_huge_pages,
 )
 
@@ -42,7 +42,7 @@ def test_freed_memory_goes_back_to_the_system():
     keep = pieces.pop()
     full = host_memory().own
     pieces.clear()
-    give_back_freed_memory()
+    trim_heap()
     assert host_memory().own < full - 60 * MB
     assert len(keep) == 4096
 
