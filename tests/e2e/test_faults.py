@@ -123,7 +123,7 @@ def test_a_killed_client_frees_its_pages_and_harms_nobody():
         process.kill()
         await process.wait()
         killed = time.monotonic()
-        frontend = server._listeners[0].__self__
+        frontend = server._subscribers[0].__self__
         await until(lambda: frontend.counters.outcomes["cancelled"] == 1)
         assert time.monotonic() - killed < 5
         assert await other == counted_up(5, 1000)

@@ -27,8 +27,8 @@ class SleepingRunner:
     slot_of_expert_LE = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
     buckets = ((16, 8),)
 
-    def enqueue(self, plans, lap):
-        lap("batch")
+    def enqueue(self, plans, mark):
+        mark("batch")
 
         def pending():
             time.sleep(0.030 + 0.0002 * sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill))
