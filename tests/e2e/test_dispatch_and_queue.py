@@ -64,8 +64,8 @@ def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
     enqueue = runner.enqueue
 
-    def held(plans, lap):
-        pending = enqueue(plans, lap)
+    def held(plans, mark):
+        pending = enqueue(plans, mark)
 
         def wait():
             stepping.set()
@@ -76,7 +76,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
 
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
-        frontend = server._listeners[0].__self__  # type: ignore[attr-defined]  # made by serve()
+        frontend = server._subscribers[0].__self__  # type: ignore[attr-defined]  # made by serve()
         async with asyncio.TaskGroup() as group:
             group.create_task(generate(client, "first", done, token_ids=[1], max_tokens=2, engine=0))
             await until(stepping.is_set)

@@ -40,8 +40,8 @@ class SteadyRunner:
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._selector = loop.selector
 
-    def enqueue(self, plans, lap):
-        lap("batch")
+    def enqueue(self, plans, mark):
+        mark("batch")
 
         def pending():
             self._selector.now += 0.030 + 0.0002 * sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill)

@@ -57,7 +57,7 @@ def test_cancelled_streams_leave_no_pages(runner):
             assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * SOURCES
             assert status.active_requests == 0
             assert status.preemptions > 0
-            frontend = server._listeners[0].__self__  # made by serve()
+            frontend = server._subscribers[0].__self__  # made by serve()
             await until(lambda: frontend.dispatcher.view(0.0).compensation_S == (0, 0))
 
     runner.begin_counts()()

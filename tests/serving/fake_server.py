@@ -29,7 +29,7 @@ from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
@@ -110,7 +110,7 @@ class FakeCore(EngineCore):
 
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self._listeners = ()
+        self._subscribers = ()
         self.held_S: list[dict[bytes, StoredPage]] = [{} for _ in range(config.mesh.dp)]
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
@@ -134,7 +134,7 @@ class FakeCore(EngineCore):
 
     def notify(self, now=0.0, **news):
         """Call the subscribers with ``bound``, ``pages`` or ``outputs``."""
-        for listener in self._listeners:
+        for listener in self._subscribers:
             listener(TickNews(now, **news))
 
     def submit(self, request):
@@ -169,7 +169,7 @@ class FakeCore(EngineCore):
 
     def flush_cache(self):
         self.flushes += 1
-        news = [PageNews(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
+        news = [CacheEvents(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
         if news:
             self.change_pages(*news)
 

@@ -59,7 +59,7 @@ def live_server(name="small", model=MODEL, config=CONFIG):
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     runner = FakeRunner(model, config)
-    server = EngineCore(model, config, runner, time.monotonic)
+    server = EngineCore(model, config, runner)
 
     async def make():
         frontend = Frontend(server, time.monotonic, on_ended=lambda record: view.observe(record))

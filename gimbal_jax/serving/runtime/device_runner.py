@@ -32,7 +32,7 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Pending, Progress
+from gimbal_jax.serving.engine.runner import Mark, Pending, Progress
 from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 from gimbal_jax.serving.runtime.commands import (
     Command,
@@ -160,11 +160,11 @@ class DeviceRunner:
             case Migrate(layer, moves):
                 self._migrate(layer, moves)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
         bucket = bucket_for(plans, self.buckets)
         shape = self._shape(bucket)
         packed_SX, rare = pack_step(plans, shape, self._rare_defaults)
-        lap("batch")
+        mark("batch")
         step = Step(bucket, packed_SX, rare)
         self._tell(step)
         outputs = self._run(step)

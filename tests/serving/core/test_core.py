@@ -195,7 +195,7 @@ class BrokenGrammar:
     "config", [CONFIG, replace(CONFIG, dispatch=DispatchConfig(policy="late"))], ids=["gimbal", "late"]
 )
 @pytest.mark.parametrize(
-    ("good_steps", "reason"), [(0, "could not be taken in: ValueError"), (2, "its grammar failed")]
+    ("good_steps", "reason"), [(0, "could not be admitted: ValueError"), (2, "its grammar failed")]
 )
 def test_a_request_whose_grammar_raises_fails_alone(config, good_steps, reason, ahead):
     with open_server(config, ahead) as (server, _, outputs):
@@ -216,10 +216,10 @@ def test_a_sequence_for_which_no_token_could_be_chosen_fails_alone(ahead):
     with open_server(ahead=ahead) as (server, runner, outputs):
         enqueue, in_flight = runner.enqueue, []
 
-        def note_the_plan(plans, lap):
-            ids = server.engines[0]._rows.request_id_R
+        def note_the_plan(plans, mark):
+            ids = server.engines[0]._batch.request_id_R
             in_flight.append((plans[0], ids.index("poisoned") if "poisoned" in ids else -1))
-            return enqueue(plans, lap)
+            return enqueue(plans, mark)
 
         def poison(results):
             found, (plan, row) = results[0], in_flight.pop(0)

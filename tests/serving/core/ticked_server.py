@@ -49,7 +49,7 @@ class Outputs:
 def new_server(config=CONFIG, clock=time.monotonic, ahead=0):
     """A server with its runner and outputs; stopped at the end."""
     runner = FakeRunner(MODEL, config, ahead)
-    server = EngineCore(MODEL, config, runner, clock)
+    server = EngineCore(MODEL, config, runner, clock=clock)
     try:
         yield server, runner, Outputs(server)
     finally:

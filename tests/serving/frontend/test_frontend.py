@@ -15,7 +15,7 @@ from gimbal_jax.serving.engine.request import SamplingParams, TokenDelta
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 from gimbal_jax.serving.text.stops import OutputText
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until
 
 THREE = SamplingParams(max_tokens=3)

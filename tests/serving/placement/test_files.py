@@ -47,7 +47,7 @@ def test_server_dumps_every_window(tmp_path):
     config = replace(CONFIG, placement=PlacementConfig(policy="eplb", window_steps=2))
     dump = CountsDump(tmp_path, "run", META)
     runner = FakeRunner(MODEL, config)
-    server = EngineCore(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, windows=dump))
+    server = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, windows=dump))
     outputs = Outputs(server)
     server.open()
     deadline = time.monotonic() + 60

@@ -174,7 +174,7 @@ def test_child_ends_when_its_parent_is_killed():
 def test_server_survives_the_death_of_the_child():
     runner = FakeRunner(MODEL, TICKED)
     rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
-    server = EngineCore(MODEL, TICKED, runner, rebalancer=rebalancer)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:

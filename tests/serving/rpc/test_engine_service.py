@@ -23,7 +23,7 @@ from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.engine_service import CHUNK_BYTES, EngineService
 from gimbal_jax.serving.rpc.model_files import load_model_files
-from tests.serving.engine.page_news import pages_of, stored
+from tests.serving.engine.cache_events import pages_of, stored
 from tests.serving.fake_server import (
     CONFIG,
     MODEL,

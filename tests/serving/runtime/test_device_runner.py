@@ -248,9 +248,9 @@ def test_experts_move_between_steps_that_are_on_their_way(runner_of):
     enqueue = runner.enqueue
     moved = 0
 
-    def enqueue_and_move(plans, lap):
+    def enqueue_and_move(plans, mark):
         nonlocal moved
-        pending = enqueue(plans, lap)
+        pending = enqueue(plans, mark)
         layer = int(rng.integers(len(MODEL.moe_layers)))
         wanted_E = rng.permutation(MODEL.num_experts).astype(np.int32)
         limits = CONFIG.mesh.ranks, CONFIG.placement.rows_per_pair
