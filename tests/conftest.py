@@ -25,6 +25,7 @@ TIERS = {
     "e2e/test_startup.py": "slow",
     "multihost": "process",
     "research": "tools",
+    "scheduler/test_unseen_windows.py": "slow",
     "serving/monitoring/test_dashboard.py": "tools",
     "test_monitoring.py": "tools",
 }
