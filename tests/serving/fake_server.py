@@ -57,6 +57,8 @@ CONFIG = ServerConfig(
 )
 LATE = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="late"))
 BY_PRIORITY = dataclasses.replace(CONFIG, queue=QueueConfig(policy="priority"))
+LIMIT_S = 120.0
+"""Time limit of an asynchronous test. It ends a test that hangs, also on a busy machine."""
 NO_FILES = ModelFiles(name="fake", folder=Path("/models/fake"), tokenizer=None, archive=b"", sampling_defaults={})
 
 PLACEMENT = PlacementRecord(
@@ -288,7 +290,7 @@ def with_server(core_options=None, **options):
         @functools.wraps(test)
         def run():
             async def main():
-                async with asyncio.timeout(20), running_server(core, **options) as (client, *_):
+                async with asyncio.timeout(LIMIT_S), running_server(core, **options) as (client, *_):
                     await test(core, client)
 
             with FakeCore(**(core_options or {})) as core:
