@@ -33,7 +33,7 @@ class Subscriber:
 
     async def read(self, count=1):
         for _ in range(count):
-            batch = await asyncio.wait_for(self.call.read(), 5)
+            batch = await asyncio.wait_for(self.call.read(), 60)
             assert batch is not grpc.aio.EOF
             self.apply(batch)
         return self
@@ -159,7 +159,7 @@ async def test_subscriber_that_falls_behind_gets_data_loss(core, client):
 def test_subscriptions_end_with_the_server():
     async def main():
         with FakeCore() as core:
-            async with asyncio.timeout(20), running_server(core) as (client, _, stop, task), subscribed(client) as one:
+            async with asyncio.timeout(120), running_server(core) as (client, _, stop, task), subscribed(client) as one:
                 await one.read(2)
                 stop.set()
                 with pytest.raises(grpc.aio.AioRpcError, match="has stopped") as error:
