@@ -103,7 +103,7 @@ def test_clients_measure_the_same_times_with_the_same_steps():
         loop = loops.get_loop()
         assert isinstance(loop, VirtualTimeLoop)
         timed = TimedRunner(SteadyRunner(loop), loop.time)
-        server = EngineCore(MODEL, CONFIG, timed, loop.time)
+        server = EngineCore(MODEL, CONFIG, timed, clock=loop.time)
         server.open()
         seen = loops.run(serve_all(server, arrivals, loop))
         server.stop()
