@@ -28,6 +28,7 @@ TIERS = {
     "scheduler/test_unseen_windows.py": "slow",
     "serving/monitoring/test_dashboard.py": "tools",
     "test_monitoring.py": "tools",
+    "test_research.py": "process",
 }
 # Files whose tests share no costly fixture: any worker may take any of their tests.
 SPREAD = ["model/test_parity.py", "multihost"]

@@ -75,7 +75,7 @@ def test_one_nice_child_runs_all_calls():
         nice = executor.submit(os.nice, 0).result()
         assert len({pid.result() for pid in pids}) == 1
         assert pids[0].result() != os.getpid()
-    assert nice == os.nice(0) + NICENESS
+    assert nice == min(os.nice(0) + NICENESS, 19)
 
 
 def test_child_loads_no_jax_and_no_grpc():
