@@ -134,7 +134,7 @@ def test_extras_of_install_commands_exist(page: str):
     assert "pip install gimbal-jax" not in EVERY_PAGE[page].replace("'", "")  # the package is not on PyPI
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
+@pytest.mark.parametrize("page", sorted({*EVERY_PAGE} - {"CHANGELOG.md"}))
 def test_names_of_the_package_exist(page: str):
     for name in re.findall(r"`(gimbal_jax(?:\.\w+)+)`", EVERY_PAGE[page]):
         module, _, attribute = name.rpartition(".")
