@@ -52,7 +52,7 @@ def tick_ms(policy: PlacementPolicy, executor: Executor, window_steps: int, step
     engine = replace(GPU_ENGINE, max_model_len=512, max_rows=ROWS, num_pages=ROWS * 10, max_queue=1000)
     config = ServerConfig(MESH, engine, placement=PlacementConfig(policy=policy, window_steps=window_steps))
     runner = InstantRunner(config, windows_LSE(), step_s)
-    server = EngineCore(MODEL, config, runner, rebalancer=Rebalancer(MODEL, config, runner, executor))
+    server = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, executor))
     # A process imports what it needs with its first call.
     executor.submit(static_placement, LAYERS, EXPERTS, MESH.ranks).result()
     try:

@@ -30,7 +30,7 @@ from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
 from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
-from gimbal_jax.serving.engine.runner import Lap, Pending
+from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
@@ -73,10 +73,10 @@ class InstantRunner:
         """When the last step enqueued will be done."""
         self._windows_LSE = itertools.cycle(windows_LSE)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
         shape = step_shape(self._engine, bucket_for(plans, self._buckets))
         pack_step(plans, shape, self._defaults)
-        lap("batch")
+        mark("batch")
         done = self._done = max(self._done, time.perf_counter()) + self._step_s
 
         def pending() -> list[StepResult]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -170,7 +171,8 @@ def draw(runs: Sequence[RunReport], path: Path) -> None:
     before = runs[0].experts.before
     layer = int(imbalance_L(before.counts_LSE, before.slot_of_expert_LE, runs[0].ranks).argmax())
     figure = Figure(figsize=(10, 3.5 + 3.4 * len(runs)), layout="constrained")
-    ranks_part, rounds_part = figure.subfigures(2, 1, height_ratios=(3.4 * len(runs), 2.6))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3.4 * len(runs), 2.6))
+    ranks_part, rounds_part = parts
     axes_row_column = ranks_part.subplots(len(runs), 2, sharex=True, sharey=True, squeeze=False)
     for run, row in zip(runs, axes_row_column, strict=True):
         home_E = rank_of_expert(run.experts.before.slot_of_expert_LE[layer], run.ranks)

@@ -179,7 +179,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
     runner.take_traffic()
     executor = AtOnce() if SYSTEMS[run.system].migration == "blocking" else None
     rebalancer = Rebalancer(model, config, runner, executor)
-    with running(EngineCore(model, config, runner, rebalancer=rebalancer)) as server:
+    with running(EngineCore(model, config, runner, rebalancer)) as server:
         seen = open_loop(server, calls)
         status = server.status()
     traffic = [portion for portion in runner.take_traffic() if portion.counts_LSE.any()]

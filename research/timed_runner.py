@@ -10,7 +10,7 @@ import numpy as np
 from gimbal_jax.bench.measurement import Traffic
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Pending, Runner
+from gimbal_jax.serving.engine.runner import Mark, Pending, Runner
 from gimbal_jax.simulation.runner import engine_work
 from gimbal_jax.simulation.work import EngineWork
 from research.measured_costs import MeasuredStep
@@ -32,9 +32,9 @@ class TimedRunner:
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._runner.slot_of_expert_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
         work, began = tuple(engine_work(plan) for plan in plans), self._clock()
-        wait = self._runner.enqueue(plans, lap)
+        wait = self._runner.enqueue(plans, mark)
 
         def pending() -> list[StepResult]:
             results = wait()

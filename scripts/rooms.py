@@ -49,7 +49,7 @@ def imported_names(source: str, module: str) -> Iterator[str]:
 
 
 def room_of(module: str, root: Path = ROOT) -> str:
-    """The room of a dotted name: ``serving.engine`` for gimbal_jax.serving.engine.rows; empty if it has none."""
+    """The room of a dotted name: ``serving.engine`` for gimbal_jax.serving.engine.queue; empty if it has none."""
     top, *parts = module.split(".")
     if top != "gimbal_jax":
         return top if top in OUTSIDE else ""

@@ -20,6 +20,9 @@ HERE = Path(__file__).parent
 TIERS = {
     "benchmarks": "tools",
     "deploy": "tools",
+    "e2e/test_bench.py": "process",
+    "e2e/test_gateway.py": "process",
+    "e2e/test_startup.py": "slow",
     "multihost": "process",
     "research": "tools",
     "serving/monitoring/test_dashboard.py": "tools",
@@ -27,8 +30,8 @@ TIERS = {
 }
 # Files whose tests share no costly fixture: any worker may take any of their tests.
 SPREAD = ["model/test_parity.py", "multihost"]
-# All tests with the compiled runner of tests/e2e run on one worker, hence it is compiled once.
-RUNNER = "e2e runner"
+# Tests with the compiled runner share one worker, so it is compiled once.
+RUNNER = "compiled runner"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -39,7 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place in places:
             if place in TIERS:
                 item.add_marker(TIERS[place])
-        if path.parts[0] == "e2e" and "runner" in getattr(item, "fixturenames", ()):
+        if "runner" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(RUNNER))
         elif not any(place in SPREAD for place in places):
             item.add_marker(pytest.mark.xdist_group(str(path)))
+
+
+@pytest.fixture(scope="session")
+def runner():
+    """Return the compiled runner of the smallest golden checkpoint on a 2 x 2 mesh."""
+    from tests.e2e.rig import compiled_runner
+
+    return compiled_runner()

@@ -27,12 +27,12 @@ def run(tmp_path):
     return run_there
 
 
-def test_on_counted_traffic(run):
+def test_the_example_of_counted_traffic_prints_the_shown_output(run):
     run(MAKE_COUNTS)
     assert run(ON_COUNTS) == PRINTED
 
 
-def test_in_the_server(run, tmp_path):
+def test_the_example_server_dispatches_and_places(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "demo-model").symlink_to(ROOT / "tests" / "goldens" / "base")
     dispatched, *placed = run(SERVE).splitlines()

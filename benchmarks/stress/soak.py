@@ -45,7 +45,6 @@ from benchmarks.stress.checked_streams import (
 from gimbal_jax.bench.server_process import running_server
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
-from research.plots import plain
 
 OUT = Path("out/soak")
 MODEL = OUT / "demo-model"
@@ -254,7 +253,7 @@ def draw(result: Soak, path: Path) -> None:
     moved.set_ylabel("experts moved")
     moved.set_xlabel("minutes")
     for axes in (memory, latency, moved):
-        plain(axes)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Pending
+from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
@@ -69,11 +69,11 @@ class SimulatedRunner:
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._slots_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
         work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
-        lap("batch")
+        mark("batch")
         self._add_up(work)
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)

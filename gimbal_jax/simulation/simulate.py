@@ -154,7 +154,7 @@ class _Simulation:
             on_time=self._observe,
         )
         rebalancer = Rebalancer(model, config, self._runner, decisions)
-        self._server = EngineCore(model, config, self._runner, lambda: clock.now, rebalancer)
+        self._server = EngineCore(model, config, self._runner, rebalancer, lambda: clock.now)
         self._server.subscribe(self._deliver)
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps

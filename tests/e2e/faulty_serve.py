@@ -29,10 +29,10 @@ class FaultyDevices(FakeRunner):
             progress(1, 1000)
             time.sleep(0.01)
 
-    def enqueue(self, plans, lap):
+    def enqueue(self, plans, mark):
         if FAULT == "out of memory" and any(len(chunk.tokens) > 4 for plan in plans for chunk in plan.prefill):
             raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
-        return super().enqueue(plans, lap)
+        return super().enqueue(plans, mark)
 
     def migrate(self, layer, moves):
         raise DevicesLost("the experts of MoE layer 0 were lost while they moved")

@@ -26,7 +26,7 @@ def bench(model: Path, json_file: Path, *options: str) -> dict:
     command = [
         sys.executable,
         "-m",
-        "gimbal_jax.cli.main",
+        "gimbal_jax.cli",
         "bench",
         str(model),
         *LOAD,
@@ -41,7 +41,7 @@ def bench(model: Path, json_file: Path, *options: str) -> dict:
     return json.loads(json_file.read_text())
 
 
-def test_grpc_with_the_profile(model, tmp_path):
+def test_bench_over_grpc_reports_the_phases(model, tmp_path):
     record = bench(model, tmp_path / "bench.json", "--load", "online", "--profile")
     assert [one["kind"] for one in record["rounds"]] == ["offline", "online"]
     for one in record["rounds"]:
@@ -59,7 +59,7 @@ def test_grpc_with_the_profile(model, tmp_path):
 @pytest.mark.skipif(
     shutil.which("smg") is None and not Path(sys.executable).with_name("smg").exists(), reason="needs smg"
 )
-def test_http_with_a_shared_prefix(model, tmp_path):
+def test_bench_over_http_with_a_shared_prefix(model, tmp_path):
     record = bench(model, tmp_path / "bench.json", "--surface", "http", "--shared-prefix", "0.75")
     (one,) = record["rounds"]
     assert record["surface"] == "http" and record["model"] == "model"

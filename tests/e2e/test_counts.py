@@ -38,8 +38,8 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def enqueue(self, plans, lap):
-        wait = self._runner.enqueue(plans, lap)
+    def enqueue(self, plans, mark):
+        wait = self._runner.enqueue(plans, mark)
 
         def pending():
             """Here the tokens that the step left to the devices are known."""

@@ -10,7 +10,7 @@ from gimbal_jax.config import DispatchConfig, QueueConfig, ServerConfig
 from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
-from tests.serving.fake_server import running_server, until
+from tests.serving.fake_server import LIMIT_S, running_server, until
 from tests.serving.statuses import per_engine
 
 
@@ -18,7 +18,7 @@ def serve(
     runner: Runner, config: ServerConfig, test: Callable[[EngineCore, GimbalClient], Coroutine[None, None, None]]
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running_server(server) as (client, *_):
+        async with asyncio.timeout(LIMIT_S), running_server(server) as (client, *_):
             await until(lambda: server.state == "serving")
             await test(server, client)
 
@@ -37,7 +37,7 @@ async def generate(client: GimbalClient, name: str, done: list[str], **options) 
     done.append(name)
 
 
-def test_late_binding_says_why(runner):
+def test_late_binding_records_the_scores_of_every_decision(runner):
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
         names = [f"r{i}" for i in range(24)]
@@ -64,19 +64,19 @@ def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
     enqueue = runner.enqueue
 
-    def held(plans, lap):
-        pending = enqueue(plans, lap)
+    def held(plans, mark):
+        pending = enqueue(plans, mark)
 
         def wait():
             stepping.set()
-            assert all_in.wait(30)
+            assert all_in.wait(LIMIT_S)
             return pending()
 
         return wait
 
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
-        frontend = server._listeners[0].__self__  # type: ignore[attr-defined]  # made by serve()
+        frontend = server._subscribers[0].__self__  # type: ignore[attr-defined]  # made by serve()
         async with asyncio.TaskGroup() as group:
             group.create_task(generate(client, "first", done, token_ids=[1], max_tokens=2, engine=0))
             await until(stepping.is_set)

@@ -55,7 +55,7 @@ def gateways(server: subprocess.Popen) -> list[int]:
         with contextlib.suppress(OSError):
             status = (folder / "status").read_text()
             command = (folder / "cmdline").read_bytes()
-            if b"gateway_child" in command and f"\nPPid:\t{server.pid}\n" in status:
+            if b"gateway.child" in command and f"\nPPid:\t{server.pid}\n" in status:
                 found.append(int(folder.name))
     return found
 
@@ -139,7 +139,7 @@ async def check_streams(client: openai.AsyncOpenAI) -> None:
     chunks = [chunk async for chunk in stream]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert sum(1 for chunk in chunks if chunk.choices) > 3, "it came at once"
+    assert sum(1 for chunk in chunks if chunk.choices) > 1, "all tokens came in one chunk"
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     silent = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
     assert all(chunk.usage is None for chunk in silent)
@@ -267,9 +267,9 @@ async def check_a_killed_gateway_starts_again(rig: Rig, client: openai.AsyncOpen
     assert HTTP_KEY.encode() not in Path(f"/proc/{child}/cmdline").read_bytes()
     os.kill(child, signal.SIGKILL)
     async with rig.grpc() as grpc, asyncio.timeout(END_S):
-        while await grpc.is_serving():  # ready means both surfaces
+        while "the HTTP gateway ended" not in rig.log.read_text():
             await asyncio.sleep(0.01)
-        assert [chunk async for chunk in grpc.generate(token_ids=[5], max_tokens=2)], "gRPC serves on"
+        assert [chunk async for chunk in grpc.generate(token_ids=[5], max_tokens=2)], "gRPC still serves"
         while not await grpc.is_serving():
             await asyncio.sleep(0.05)
     assert gateways(rig.process) != [child]
@@ -315,14 +315,14 @@ def test_openai_clients_are_served(tmp_path):
 
 
 def status_of(url: str) -> int | None:
-    """None where nobody answers."""
+    """Return the status, or None without an answer."""
     try:
         return httpx2.get(url).status_code
     except httpx2.TransportError:
         return None
 
 
-def test_a_gateway_without_keys_has_no_open_administration_and_dies_with_its_server(tmp_path):
+def test_a_gateway_without_keys_rejects_administration_and_ends_with_its_server(tmp_path):
     write_demo_model(tmp_path / "model")
     port = free_port()
     code = f"""

@@ -110,7 +110,7 @@ def test_log_probabilities_of_prompts_are_those_of_a_plain_forward(runner, logit
             np.testing.assert_allclose(want_V[list(got.top_ids)], got.top_values, atol=2e-4)
 
 
-def test_they_are_the_same_in_other_chunks_and_after_a_preemption(runner, prompts):
+def test_prompt_log_probabilities_do_not_depend_on_chunks_or_preemptions(runner, prompts):
     def values(**engine: int) -> dict[str, np.ndarray]:
         with session(runner, engine) as some:
             some.run(asking(prompts) + others)
@@ -127,7 +127,7 @@ def test_they_are_the_same_in_other_chunks_and_after_a_preemption(runner, prompt
         np.testing.assert_allclose(whole[name], cut[name], atol=2e-4)
 
 
-def test_a_sick_token_fails_its_requests_alone(runner, monkeypatch):
+def test_logits_that_are_not_finite_fail_only_their_requests(runner, monkeypatch):
     """Its embedding is not a number. Those beside it, and those that get its pages later, do not notice."""
     sick = 7
     rng = np.random.default_rng(11)

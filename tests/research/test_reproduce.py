@@ -60,15 +60,15 @@ def test_an_interrupted_command_loses_nothing_and_goes_on(tmp_path):
     results = tmp_path / "results.jsonl"
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (results.exists() and results.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     kept = lines(results)
     assert process.returncode != 0 and 1 <= len(kept) < 11
 
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
     found = lines(results)
     assert found[: len(kept)] == kept and len(found) == 11
     assert (tmp_path / "figure_2.png").exists() and (tmp_path / "figure_4.png").exists()

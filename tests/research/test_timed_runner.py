@@ -7,7 +7,7 @@ import numpy as np
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Chunk, Plan, StepResult
-from gimbal_jax.serving.engine.rows import Rows
+from gimbal_jax.serving.engine.running_batch import RunningBatch
 from research.timed_runner import TimedRunner
 
 RESULT = StepResult(np.zeros(0, np.int32), np.zeros(0, np.int32), {}, {})
@@ -22,7 +22,7 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.plans: list = []
 
-    def enqueue(self, plans, lap):
+    def enqueue(self, plans, mark):
         self.plans.append(plans)
         return lambda: [RESULT]
 
@@ -38,7 +38,7 @@ class RecordingRunner:
 
 
 def plan(tokens: int) -> Plan:
-    nobody = Rows(EngineConfig()).decode(np.zeros(0, np.intp))
+    nobody = RunningBatch(EngineConfig()).decode(np.zeros(0, np.intp))
     return Plan(nobody, (Chunk(0, np.zeros(tokens, np.int32), 5, np.zeros(1, np.int32), None),), tiles=1)
 
 

@@ -29,7 +29,7 @@ from gimbal_jax.scheduler.trace import Trace
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
@@ -57,6 +57,8 @@ CONFIG = ServerConfig(
 )
 LATE = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="late"))
 BY_PRIORITY = dataclasses.replace(CONFIG, queue=QueueConfig(policy="priority"))
+LIMIT_S = 120.0
+"""Time limit of an asynchronous test. It ends a test that hangs, also on a busy machine."""
 NO_FILES = ModelFiles(name="fake", folder=Path("/models/fake"), tokenizer=None, archive=b"", sampling_defaults={})
 
 PLACEMENT = PlacementRecord(
@@ -108,7 +110,7 @@ class FakeCore(EngineCore):
 
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self._listeners = ()
+        self._subscribers = ()
         self.held_S: list[dict[bytes, StoredPage]] = [{} for _ in range(config.mesh.dp)]
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
@@ -132,7 +134,7 @@ class FakeCore(EngineCore):
 
     def notify(self, now=0.0, **news):
         """Call the subscribers with ``bound``, ``pages`` or ``outputs``."""
-        for listener in self._listeners:
+        for listener in self._subscribers:
             listener(TickNews(now, **news))
 
     def submit(self, request):
@@ -167,7 +169,7 @@ class FakeCore(EngineCore):
 
     def flush_cache(self):
         self.flushes += 1
-        news = [PageNews(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
+        news = [CacheEvents(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
         if news:
             self.change_pages(*news)
 
@@ -288,7 +290,7 @@ def with_server(core_options=None, **options):
         @functools.wraps(test)
         def run():
             async def main():
-                async with asyncio.timeout(20), running_server(core, **options) as (client, *_):
+                async with asyncio.timeout(LIMIT_S), running_server(core, **options) as (client, *_):
                     await test(core, client)
 
             with FakeCore(**(core_options or {})) as core:

@@ -226,7 +226,7 @@ async def serve_checkpoint(
         rebalancer = Rebalancer(
             model, config, runner, PlacementProcess(), windows=inputs.windows, on_placement=on_placement
         )
-        core = EngineCore(model, config, runner, rebalancer=rebalancer)
+        core = EngineCore(model, config, runner, rebalancer)
         if followers is not None:
             followers.when_lost(core.abandon)
         try:

@@ -183,7 +183,7 @@ def follow(
         use_huge_pages_for_weights(runner)
         console.print(f"process {processes.index} follows")
         while not isinstance(command := decode(leader.next_command(), runner.layout, processes.index), Stop):
-            runner.do(command)
+            runner.execute(command)
             leader.report = str(runner.compiles_after_warmup())
         if options.save is not None:
             save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)

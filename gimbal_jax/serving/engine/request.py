@@ -14,12 +14,12 @@ PRIORITY_KEY = "x-gimbal-priority"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 type RequestId = int | str
-"""Key of a request in the core, unlike that of any other that runs or waits. The frontend counts, tests use names."""
+"""Key of a request in the core, unique among those that run or wait. The frontend uses numbers, tests use names."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Already validated: the frontend does that."""
+    """How one request's tokens are chosen. The frontend has validated it."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -31,39 +31,40 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    """Alternatives per token to report besides the chosen one; None reports nothing."""
+    """Alternatives to report for each token in addition to the chosen one; None reports nothing."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, the model's own end tokens included unless they are ignored."""
+    """Tokens that end the output. The model's end tokens are among them unless the request ignores them."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the output has it."""
+    """Value subtracted from a token's logit for each time that it occurs in the output."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token that the output has."""
+    """Value subtracted once from the logit of every token that occurs in the output."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output are divided by it where positive, else multiplied."""
+    """Divisor of positive logits, and factor of the others, of tokens that occur in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), at most MAX_LOGIT_BIAS."""
+    """(token id, value added to its logit), at most MAX_LOGIT_BIAS entries."""
     prompt_logprobs: int | None = None
-    """Alternatives to report for each prompt token besides its own log probability; None reports nothing."""
+    """Alternatives to report for each prompt token in addition to itself; None reports nothing."""
 
     @property
     def penalises(self) -> bool:
+        """Whether the request has a penalty."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
 
 class Grammar(Protocol):
-    """What an output must look like, and how far it has come. One sequence's own, used by the engine thread only.
+    """Constraint on the output of one sequence, with its state. Only the engine thread uses it.
 
-    Whatever it raises ends that one request with an error.
+    An error of it ends its own request with an error.
     """
 
     def allowed(self) -> np.ndarray:
-        """Tokens that may come next, as bits: bit t % 32 of element t // 32, int32 [ceil(V / 32)]; at least one.
+        """Return the tokens that may come next, at least one: bit t % 32 of element t // 32, int32 [ceil(V / 32)].
 
-        Where the output is complete these are end tokens.
+        If the output is complete, these are end tokens.
         """
 
     def accept(self, token_id: int) -> None:
-        """The output goes on with this token, one of those allowed."""
+        """Continue the output with this token, which is allowed."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ class Request:
     """Lower runs first; 0 unless the queue policy is ``priority``."""
     grammar: Grammar | None = None
     page_hashes: tuple[bytes, ...] = ()
-    """Of the prompt's full pages (see ``prefix.page_hashes``); empty where no prefix is to be shared."""
+    """Hashes of the prompt's full pages (see ``prefix.page_hashes``); empty if no prefix is to be shared."""
     label: str = ""
     """The client's id of the request, for people."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of a token, and of the likeliest ones in its place, best first."""
+    """Log probability of a token, and of the likeliest tokens in its place, best first."""
 
     chosen: float
     top_ids: tuple[int, ...]
@@ -139,6 +140,6 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
 
 
 def reason_of(error: BaseException) -> str:
-    """What clients are told of an exception: its kind and its first line, which fits into a gRPC status."""
+    """Return the text for clients about an exception: its type and first line, short enough for a gRPC status."""
     first_line, *_ = [*str(error).splitlines(), ""]
     return f"{type(error).__name__}: {first_line[:300]}"

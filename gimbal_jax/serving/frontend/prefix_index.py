@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 
 LOG_TICKS = 10_000
 """Maximum number of changes in the log, one for each tick with changes; vLLM's number."""
@@ -26,7 +26,7 @@ class PrefixIndex:
         """Number of pages, in all engines together."""
         return sum(map(len, self._pages_S))
 
-    def apply(self, news: PageNews) -> None:
+    def apply(self, news: CacheEvents) -> None:
         """Apply the changes of one engine in one tick."""
         pages = self._pages_S[news.engine]
         for removed in news.removed:
@@ -68,7 +68,7 @@ class Change:
     """Number of the change, from 1, without gaps."""
     time: float
     """Time when the frontend received the change, in seconds on its clock."""
-    news: tuple[PageNews, ...]
+    news: tuple[CacheEvents, ...]
     """Changes of each engine that has any."""
 
     @property
@@ -99,7 +99,7 @@ class PageLog:
         """Number of the oldest change in the log; ``last`` + 1 if the log is empty."""
         return self.last + 1 - len(self._changes)
 
-    def add(self, time: float, news: Sequence[PageNews]) -> None:
+    def add(self, time: float, news: Sequence[CacheEvents]) -> None:
         """Append a change, and delete old ones beyond the limits."""
         self.last += 1
         change = Change(self.last, time, tuple(news))

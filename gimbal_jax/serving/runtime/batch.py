@@ -1,4 +1,4 @@
-"""From the plans of all engines to the arrays of one step, and back to each engine's next tokens."""
+"""Plans of all engines to the arrays of one step, and its outputs back to each engine's results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from gimbal_jax.serving.engine.request import TokenLogprobs
 
 
 def step_buckets(config: EngineConfig, tp: int) -> tuple[Bucket, ...]:
-    """The shapes to compile at warm-up, by rising number of token places; any plan of an engine fits the last.
+    """Return the shapes to compile at warm-up, by rising number of token places. Every plan fits the last one.
 
-    On a CPU (8 layers, hidden size 512) 4 rows that decode take 1.4 times as long in 8 places, and 8 rows 1.1 times in
-    16 and 1.3 times in 32; beside 128 prefill tokens 8 rows take 1.15 times as long in 32 places.
-    Each bucket's token places divide by ``tp``, because every rank owns an equal share of them.
-    ValueError if that cannot be.
+    On a CPU (8 layers, hidden size 512) 4 decode rows take 1.4 times as long in 8 places. 8 decode rows take 1.1 times
+    as long in 16 places and 1.3 times in 32, and together with 128 prefill tokens 1.15 times in 32.
+    ``tp`` divides each bucket's token places, because every rank owns an equal share. ValueError if it cannot.
     """
     if config.tile % tp:
         raise ValueError(f"tile must be a multiple of tp: tile {config.tile}, tp {tp}")
@@ -50,7 +49,7 @@ def step_buckets(config: EngineConfig, tp: int) -> tuple[Bucket, ...]:
 
 
 def bucket_for(plans: Sequence[Plan], buckets: Sequence[Bucket]) -> Bucket:
-    """The first bucket that all plans fit into."""
+    """Return the first bucket that all plans fit into."""
     rows = max(len(plan.decode) for plan in plans)
     tiles = max(plan.tiles for plan in plans)
     return next((d, n) for d, n in buckets if d >= rows and n >= tiles)
@@ -94,7 +93,7 @@ def pack_step(plans: Sequence[Plan], shape: StepShape, defaults: RareInputs) -> 
     for s, plan in enumerate(plans):
         if len(plan.decode):
             _put_decode(parts, sampling_SXC, s, plan.decode)
-            adjusted += [((s, int(plan.decode.row_D[d])), asked) for d, asked in plan.decode.adjustments]
+            adjusted += [((s, int(plan.decode.row_D[d])), adjustment) for d, adjustment in plan.decode.adjustments]
         sequence, tile = len(plan.decode), 0
         for chunk in plan.prefill:
             _put_chunk(parts, sampling_SXC, s, sequence, tile, chunk, shape)
@@ -178,40 +177,40 @@ def build_rare_inputs(
 
     ``adjusted`` are by (engine, row), ``targets`` by (engine, places in the tiles).
     """
-    asked: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
 
     def put(name: str, at: Any, values: Any) -> None:
-        if name not in asked:
-            nothing = getattr(defaults, name)
-            asked[name] = np.full(nothing.shape, DEFAULTS.get(name, 0), nothing.dtype)
-        asked[name][at] = values
+        if name not in arrays:
+            default = getattr(defaults, name)
+            arrays[name] = np.full(default.shape, DEFAULTS.get(name, 0), default.dtype)
+        arrays[name][at] = values
 
-    for at, wanted in adjusted:
+    for at, adjustment in adjusted:
         put("adjusts", (), True)
-        if wanted.suppress:
-            put("suppress_SRK", (*at, slice(len(wanted.suppress))), wanted.suppress)
-        if wanted.allowed is not None:
-            put("allowed_SRW", at, wanted.allowed)
-        if wanted.params is not None and wanted.params.logit_bias:
-            ids, values = zip(*wanted.params.logit_bias, strict=True)
+        if adjustment.suppress:
+            put("suppress_SRK", (*at, slice(len(adjustment.suppress))), adjustment.suppress)
+        if adjustment.allowed is not None:
+            put("allowed_SRW", at, adjustment.allowed)
+        if adjustment.params is not None and adjustment.params.logit_bias:
+            ids, values = zip(*adjustment.params.logit_bias, strict=True)
             put("bias_ids_SRK", (*at, slice(len(ids))), ids)
             put("bias_SRK", (*at, slice(len(ids))), values)
-        if wanted.params is not None and wanted.history is not None:
+        if adjustment.params is not None and adjustment.history is not None:
             put("penalises", (), True)
-            put("history_SRN", (*at, slice(len(wanted.history))), wanted.history)
-            put("prompt_tokens_SR", at, wanted.prompt_tokens)
-            put("repetition_SR", at, wanted.params.repetition_penalty)
-            put("frequency_SR", at, wanted.params.frequency_penalty)
-            put("presence_SR", at, wanted.params.presence_penalty)
+            put("history_SRN", (*at, slice(len(adjustment.history))), adjustment.history)
+            put("prompt_tokens_SR", at, adjustment.prompt_tokens)
+            put("repetition_SR", at, adjustment.params.repetition_penalty)
+            put("frequency_SR", at, adjustment.params.frequency_penalty)
+            put("presence_SR", at, adjustment.params.presence_penalty)
     for place, tokens in targets:
         put("want_targets", (), True)
         put("targets_ST", place, tokens)
-    return replace(defaults, **asked)
+    return replace(defaults, **arrays)
 
 
 def _token_logprobs(found: Logprobs | None, engine: int, at: np.ndarray, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of these places, with so many alternatives each."""
-    assert found is not None, "who wants log probabilities gets them"
+    """Return the log probabilities at these places, each with its number of alternatives."""
+    assert found is not None, "the step reports log probabilities if a plan wants them"
     values = (array[engine, at].tolist() for array in (found.chosen, found.top_ids, found.top_values))
     return [
         TokenLogprobs(chosen, tuple(ids[:count]), tuple(tops[:count]))

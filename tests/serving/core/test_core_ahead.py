@@ -36,9 +36,9 @@ def order_of(runner) -> list[str]:
     calls: list[str] = []
     enqueue = runner.enqueue
 
-    def noted(plans, lap):
+    def noted(plans, mark):
         calls.append("enqueue")
-        return enqueue(plans, lap)
+        return enqueue(plans, mark)
 
     runner.enqueue, runner.on_wait = noted, lambda results: calls.append("results")
     return calls
@@ -176,9 +176,9 @@ class SlowRunner(FakeRunner):
         self.clock, self.done = clock, [0.0]
         self.on_wait = self._wait
 
-    def enqueue(self, plans, lap):
+    def enqueue(self, plans, mark):
         self.clock[0] += 0.5
-        pending = super().enqueue(plans, lap)
+        pending = super().enqueue(plans, mark)
         self.done.append(max(self.done[-1], self.clock[0]) + 3.0)
         self.clock[0] += 0.5
         return pending
@@ -189,7 +189,7 @@ class SlowRunner(FakeRunner):
 
 def test_the_profile_adds_up_and_a_step_lasts_from_its_start_on_the_devices():
     clock, emitted = [0.0], list[TokenDelta]()
-    server = EngineCore(MODEL, CONFIG, SlowRunner(CONFIG, clock), lambda: clock[0])
+    server = EngineCore(MODEL, CONFIG, SlowRunner(CONFIG, clock), clock=lambda: clock[0])
 
     def emit(news):
         emitted.extend(news.outputs)

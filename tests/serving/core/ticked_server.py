@@ -49,7 +49,7 @@ class Outputs:
 def new_server(config=CONFIG, clock=time.monotonic, ahead=0):
     """A server with its runner and outputs; stopped at the end."""
     runner = FakeRunner(MODEL, config, ahead)
-    server = EngineCore(MODEL, config, runner, clock)
+    server = EngineCore(MODEL, config, runner, clock=clock)
     try:
         yield server, runner, Outputs(server)
     finally:
@@ -69,7 +69,7 @@ def tick(server: EngineCore, count: int) -> None:
         server.tick(float(now))
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

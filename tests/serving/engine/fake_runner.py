@@ -9,7 +9,7 @@ from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.engine.plan import ON_DEVICE, Plan, StepResult
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.engine.runner import Lap, Pending
+from gimbal_jax.serving.engine.runner import Mark, Pending
 
 
 class FakeRunner:
@@ -32,8 +32,8 @@ class FakeRunner:
         """Called with the results of a step when the host waits for it; may wait, raise or change them."""
         self._last_SR = np.zeros((config.mesh.dp, config.engine.max_rows), np.int32)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> Pending:
-        lap("batch")
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
+        mark("batch")
         self.enqueued += 1
         results = [self._run(s, plan) for s, plan in enumerate(plans)]
 

@@ -32,7 +32,7 @@ class Planned:
 
 
 def schedule(engine: Engine, now: float = 0.0) -> Planned:
-    plan, names = engine.schedule(now), engine._rows.request_id_R
+    plan, names = engine.schedule(now), engine._batch.request_id_R
     return Planned(
         plan,
         engine.owners(plan),

@@ -155,14 +155,14 @@ def test_nothing_is_shared_where_it_is_switched_off_or_not_asked_for():
             _, (out,) = step(engine, model)
             assert out.cached_tokens == 0
         assert (engine.prefill_tokens, engine.cached_pages, engine.prefix_queries) == (24, 0, 0)
-        assert engine.take_news() is None
+        assert engine.drain_cache_events() is None
 
 
 def test_news_name_the_pages_with_their_tokens():
     engine, model = Engine(3, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(shared("a", 9, 1))
     step(engine, model)
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     hashes = page_hashes(range(9), PAGE)
     assert news is not None and news.engine == 3 and news.removed == ()
     assert [(page.hash, page.parent, page.tokens) for page in news.stored] == [
@@ -170,5 +170,5 @@ def test_news_name_the_pages_with_their_tokens():
         (hashes[1], hashes[0], (4, 5, 6, 7)),
     ]
     engine.flush_cache()
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     assert news is not None and (news.stored, set(news.removed)) == ((), set(hashes))

@@ -117,10 +117,10 @@ def check_plan(plan: Plan, config: EngineConfig) -> None:
 
 def check_pages(engine: Engine, model: PagedModel, config: EngineConfig, stored: dict) -> None:
     """Pages are conserved; the cache holds what its news say, and pages hold what their names say."""
-    held = [rows.pages(one.row).tolist() for rows in [engine._rows] for one in rows.running]
+    held = [rows.pages(one.row).tolist() for rows in [engine._batch] for one in rows.running]
     assert all(len(set(pages)) == len(pages) for pages in held)
     assert len({page for pages in held for page in pages}) == config.num_pages - engine.free_pages
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     if news is not None:
         for name in news.removed:
             del stored[name]

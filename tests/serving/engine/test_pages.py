@@ -92,20 +92,20 @@ def test_flush_drops_what_nobody_uses():
 def test_news_add_up_to_what_is_known():
     """A page that comes and goes between two calls is no news."""
     pool = PagePool(2)
-    assert pool.take_news(3) is None
+    assert pool.drain_cache_events(3) is None
     pages = named(pool, 1, 2)
-    news = pool.take_news(3)
+    news = pool.drain_cache_events(3)
     assert news is not None
     assert (news.engine, [page.hash for page in news.stored], news.removed) == (3, [name(1), name(2)], ())
     assert (news.stored[1].parent, news.stored[1].tokens) == (name(1), (0, 0, 0, 0))
     pool.release(pages)
     pool.release(named(pool, 3))  # in place of 2
     pool.release(named(pool, 4, 5))  # in place of 1 and 3
-    news = pool.take_news(3)
+    news = pool.drain_cache_events(3)
     assert news is not None
     assert [page.hash for page in news.stored] == [name(4), name(5)]
     assert set(news.removed) == {name(1), name(2)}
-    assert pool.take_news(3) is None
+    assert pool.drain_cache_events(3) is None
 
 
 moves = st.lists(st.tuples(st.sampled_from("asprfxl"), st.integers(0, 9), st.integers(1, 4)), max_size=60)
@@ -162,7 +162,7 @@ def test_pages_are_conserved_and_the_cache_is_a_list_in_the_order_of_use(moves):
             pool.flush()
             known = {content: page for content, page in known.items() if content not in kept}
             kept = []
-        elif move == "l" and (news := pool.take_news(0)) is not None:  # listen
+        elif move == "l" and (news := pool.drain_cache_events(0)) is not None:  # listen
             heard = (heard - set(news.removed)) | {page.hash for page in news.stored}
             assert heard == {name(content) for content in known}
         used = {page for pages in holders for page in pages}

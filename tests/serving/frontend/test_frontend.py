@@ -15,7 +15,7 @@ from gimbal_jax.serving.engine.request import SamplingParams, TokenDelta
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import Origin, RequestRecord
 from gimbal_jax.serving.text.stops import OutputText
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 from tests.serving.fake_server import CONFIG, LATE, FakeCore, trace, until
 
 THREE = SamplingParams(max_tokens=3)
@@ -29,7 +29,7 @@ def with_frontend(**core_options):
         def run():
             async def main():
                 core = FakeCore(**core_options)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(120):
                     await test(core, Frontend(core, time.monotonic))
 
             asyncio.run(main())
@@ -240,7 +240,7 @@ def with_records(**core_options):
             async def main():
                 core, clock = FakeCore(**core_options), Clock()
                 records: list[RequestRecord] = []
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(120):
                     await test(core, Frontend(core, clock, on_ended=records.append), clock, records)
 
             asyncio.run(main())
@@ -329,7 +329,7 @@ def test_news_comes_from_another_thread_until_the_loop_is_closed():
     config = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="round_robin"))
 
     async def main(core):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             frontend = Frontend(core, time.monotonic)
             results = await asyncio.gather(*(start(frontend, str(i), prompt=(i,)) for i in range(10)))
         for i, outputs in enumerate(results):

@@ -82,7 +82,7 @@ def mean_wait(records: list[RequestRecord]) -> float:
 @pytest.mark.parametrize("seed", range(2))
 def test_knowing_the_caches_raises_hits_and_keeps_engines_balanced(seed):
     async def main():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             return [await converse(choose, seed) for choose in (choose_engine, cache_blind)]
 
     (knowing, frontend), (blind, _) = asyncio.run(main())

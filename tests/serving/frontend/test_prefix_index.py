@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.pages import CacheEvents
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 
 TEXTS = [tuple(text) for text in ([1] * 20, [1] * 8 + [2] * 12, [3] * 16)]
 PAGES = {page.hash: page for text in TEXTS for page in pages_of(text)}
@@ -38,7 +38,7 @@ def test_cached_tokens_match_a_naive_model(steps):
 def test_a_page_removed_and_stored_in_one_tick_is_held():
     index, (page, *_) = PrefixIndex(1), pages_of(TEXTS[0])
     for _ in range(2):
-        index.apply(PageNews(0, (page,), (page.hash,)))
+        index.apply(CacheEvents(0, (page,), (page.hash,)))
         assert index.pages == 1
 
 
@@ -87,7 +87,7 @@ def test_changed_returns_after_a_change_and_after_close():
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in waiting)
             end()
-            await asyncio.wait_for(asyncio.gather(*waiting), 1)
-        await asyncio.wait_for(log.changed(), 1)  # nothing more can come
+            await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        await asyncio.wait_for(log.changed(), 60)  # nothing more can come
 
     asyncio.run(main())

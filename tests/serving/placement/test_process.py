@@ -142,11 +142,11 @@ def test_child_ignores_interrupts():
 def test_shutdown_kills_the_child_and_its_call():
     executor = PlacementProcess()
     pid = pid_of(executor)
-    slow = executor.submit(time.sleep, 60)
+    slow = executor.submit(time.sleep, 600)
     wait_for(slow.running)
     began = time.monotonic()
     executor.shutdown(cancel_futures=True)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert slow.exception() is not None
     assert not Path(f"/proc/{pid}").exists()
 
@@ -174,7 +174,7 @@ def test_child_ends_when_its_parent_is_killed():
 def test_server_survives_the_death_of_the_child():
     runner = FakeRunner(MODEL, TICKED)
     rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
-    server = EngineCore(MODEL, TICKED, runner, rebalancer=rebalancer)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:

@@ -23,7 +23,7 @@ from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.engine_service import CHUNK_BYTES, EngineService
 from gimbal_jax.serving.rpc.model_files import load_model_files
-from tests.serving.engine.page_news import pages_of, stored
+from tests.serving.engine.cache_events import pages_of, stored
 from tests.serving.fake_server import (
     CONFIG,
     MODEL,
@@ -115,8 +115,9 @@ async def test_abort_ends_a_stream(core, client):
 
 @with_server({"paused": True})
 async def test_a_deadline_cancels_the_request(core, client):
+    await client.is_serving()  # connects, so the request arrives before its deadline
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await responses(client, request(), timeout=0.2)
+        await responses(client, request(), timeout=1.0)
     assert error.value.code() == Code.DEADLINE_EXCEEDED
     await until(lambda: core.cancelled and not core.live)
 
@@ -207,7 +208,7 @@ def test_the_tokenizer_comes_in_checked_chunks(tmp_path):
     (tmp_path / "merges.txt").write_text(noise)  # makes the archive longer than a message
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, load_model_files(tmp_path)) as (client, *_):
+        async with asyncio.timeout(120), running_server(core, load_model_files(tmp_path)) as (client, *_):
             chunks = [chunk async for chunk in client.engine.GetTokenizer(common_pb2.GetTokenizerRequest())]
             *_, last = await responses(client, pb.GenerateRequest(text="a", stream=True))
             info = await client.engine.GetModelInfo(pb.GetModelInfoRequest())
@@ -295,7 +296,7 @@ def test_stop_string_ends_the_output(tmp_path):
     [first] = tokenizer.encode("a")
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, files) as (client, *_):
+        async with asyncio.timeout(120), running_server(core, files) as (client, *_):
             for stream in (True, False):
                 messages = await responses(
                     client,
@@ -411,7 +412,7 @@ async def engine_server(core, **parts):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with asyncio.timeout(20), GimbalClient(f"127.0.0.1:{port}") as client:
+        async with asyncio.timeout(120), GimbalClient(f"127.0.0.1:{port}") as client:
             yield client
     finally:
         await server.stop(0)
@@ -445,7 +446,7 @@ def test_a_reader_that_takes_nothing_delays_no_other_stream():
 
     async def main(core):
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(120),
             running_server(core) as (client, port, *_),
             grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=window) as channel,
         ):

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.pages import CacheEvents
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.rpc import kv_events
 from gimbal_jax.serving.rpc.kv_events import block_hash
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 from tests.serving.fake_server import FakeCore, running_server, with_server
 
 A, B, C = (pages_of(text) for text in ([1] * 12, [1] * 8 + [2] * 8, [3] * 4))
@@ -33,7 +33,7 @@ class Subscriber:
 
     async def read(self, count=1):
         for _ in range(count):
-            batch = await asyncio.wait_for(self.call.read(), 5)
+            batch = await asyncio.wait_for(self.call.read(), 60)
             assert batch is not grpc.aio.EOF
             self.apply(batch)
         return self
@@ -89,7 +89,7 @@ async def test_subscriber_gets_a_snapshot_and_then_every_change(core, client):
             (1, 2, 3),
         ]
         core.change_pages(stored(0, *B[2:]))
-        core.change_pages(PageNews(0, A[2:], (B[3].hash, B[2].hash)), stored(1, *A))
+        core.change_pages(CacheEvents(0, A[2:], (B[3].hash, B[2].hash)), stored(1, *A))
         await early.read(4)
         assert early.knows(A, (*C, *A))
         assert [len(batch.events) for batch in early.batches[2:]] == [1, 0, 2, 1]
@@ -159,7 +159,7 @@ async def test_subscriber_that_falls_behind_gets_data_loss(core, client):
 def test_subscriptions_end_with_the_server():
     async def main():
         with FakeCore() as core:
-            async with asyncio.timeout(20), running_server(core) as (client, _, stop, task), subscribed(client) as one:
+            async with asyncio.timeout(120), running_server(core) as (client, _, stop, task), subscribed(client) as one:
                 await one.read(2)
                 stop.set()
                 with pytest.raises(grpc.aio.AioRpcError, match="has stopped") as error:

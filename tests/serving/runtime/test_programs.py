@@ -119,7 +119,7 @@ def with_digest(content: bytes) -> bytes:
         lambda whole: with_digest(pickle.dumps((b"not a program", None, None))),
     ],
 )
-def test_a_spoiled_file_is_said_and_compiled_anew(tmp_path, spoil):
+def test_a_damaged_file_is_logged_and_its_program_compiled(tmp_path, spoil):
     lowering = Lowering()
     notes: list[str] = []
     wanted = lowering.outputs(compile_programs(lowering.lowerers(), cache_in(tmp_path, notes)))
@@ -129,12 +129,12 @@ def test_a_spoiled_file_is_said_and_compiled_anew(tmp_path, spoil):
     jax.tree.map(np.testing.assert_array_equal, lowering.outputs(compiled), wanted)
     assert lowering.count == 3
     (note,) = notes
-    assert spoiled.name in note and "compiled anew" in note
+    assert spoiled.name in note and "compiled again" in note
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     assert (lowering.count, len(notes)) == (3, 1), "it is whole again"
 
 
-def test_what_others_could_have_written_is_not_read(tmp_path):
+def test_files_that_other_users_can_write_are_not_read(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)
@@ -151,7 +151,7 @@ def test_what_others_could_have_written_is_not_read(tmp_path):
     assert ["others than this user can write to" in note for note in notes] == [True, True]
 
 
-def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
+def test_folders_that_other_users_can_write_are_not_used(tmp_path):
     lowering = Lowering()
     notes: list[str] = []
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
@@ -163,7 +163,7 @@ def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
     assert all("others than this user can write to" in note for note in notes) and len(notes) >= 3
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_same(tmp_path, monkeypatch):
+def test_programs_are_used_if_their_folder_cannot_be_written(tmp_path, monkeypatch):
     lowering = Lowering()
     notes: list[str] = []
     (tmp_path / "file").write_text("")
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_s
     monkeypatch.setattr(os, "replace", lambda *paths: full_disk())
     compile_programs(lowering.lowerers(), full)
     compile_programs(lowering.lowerers(), full)
-    assert notes and len(notes) <= 2, "said by no more than the threads that were at it"
+    assert notes and len(notes) <= 2, "logged by at most the threads that were writing"
 
 
 def full_disk():
