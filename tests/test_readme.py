@@ -58,9 +58,9 @@ NEED_SERVER = [block for block in BLOCKS if "127.0.0.1" in block.values[0]]
 NEED_NONE = [block for block in BLOCKS if block not in NEED_SERVER]
 SHELL = [
     pytest.param(line, id=f"{page}: {line[:60]}")
-    for page, text in PAGES.items()
+    for page, text in EVERY_PAGE.items()
     for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", " ").splitlines()
 ]
 GIMBAL = typer.main.get_command(app)
 
