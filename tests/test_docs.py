@@ -44,7 +44,7 @@ def messages(source: str) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
 
 
 def anchors(page: Path) -> set[str]:

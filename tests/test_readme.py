@@ -54,7 +54,7 @@ def python_blocks() -> Iterator[tuple[str, str, str]]:
 
 
 BLOCKS = [pytest.param(code, output, id=f"{page}-{i}") for i, (page, code, output) in enumerate(python_blocks())]
-NEED_SERVER = [block for block in BLOCKS if "127.0.0.1" in block.values[0]]
+NEED_SERVER = [block for block in BLOCKS if "127.0.0.1" in str(block.values[0])]
 NEED_NONE = [block for block in BLOCKS if block not in NEED_SERVER]
 SHELL = [
     pytest.param(line, id=f"{page}: {line[:60]}")
