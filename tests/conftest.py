@@ -25,13 +25,14 @@ TIERS = {
     "e2e/test_startup.py": "slow",
     "multihost": "process",
     "research": "tools",
+    "scheduler/test_unseen_windows.py": "slow",
     "serving/monitoring/test_dashboard.py": "tools",
     "test_monitoring.py": "tools",
 }
 # Files whose tests share no costly fixture: any worker may take any of their tests.
 SPREAD = ["model/test_parity.py", "multihost"]
-# Tests with the compiled runner share one worker, so it is compiled once.
-RUNNER = "compiled runner"
+# Fixtures that compile. All tests with one of them run on one worker, so it compiles once.
+SHARED = ["runner", "compile_cache"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -42,8 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place in places:
             if place in TIERS:
                 item.add_marker(TIERS[place])
-        if "runner" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(RUNNER))
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(shared[0]))
         elif not any(place in SPREAD for place in places):
             item.add_marker(pytest.mark.xdist_group(str(path)))
 

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc"),
 ]
 GIMBAL = Path(sys.executable).with_name("gimbal")
-# Two shapes of steps to compile.
+# Two shapes of steps to compile, those of test_bench.py.
 SIZES = ("--devices", "cpu:1", "--max-rows", "2", "--token-budget", "8", "--tile", "8", "--num-pages", "256")
 HTTP_KEY, GRPC_KEY = "http-key-of-alice", "grpc-key-of-bob-and-carol"
 NAME = "org/tiny-moe"
@@ -63,7 +63,7 @@ def gateways(server: subprocess.Popen) -> list[int]:
 class Rig:
     """The serving process, and clients of its two surfaces."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compile_cache: Path) -> None:
         self.log, self.authority = folder / "log", Authority(folder, "ca")
         cert, key = self.authority.sign("server")
         write_demo_model(folder / "model")
@@ -71,7 +71,7 @@ class Rig:
         (folder / "grpc-keys").write_text(f"{GRPC_KEY} bob\n")
         self.http_port = free_port()
         tls = ("--tls-cert", cert, "--tls-key", key, "--api-keys", folder / "grpc-keys")
-        cache = ("--compile-cache", folder / "compiled")
+        cache = ("--compile-cache", compile_cache)
         http = ("--http-port", self.http_port, "--http-api-key-file", folder / "http-keys", "--cors-origin", ORIGIN)
         command = (
             GIMBAL,
@@ -289,7 +289,7 @@ async def check_a_drain_lets_http_streams_end(rig: Rig, client: openai.AsyncOpen
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_openai_clients_are_served(tmp_path):
+def test_openai_clients_are_served(tmp_path, compile_cache):
     async def main() -> None:
         await rig.wait_until_ready()
         async with rig.openai() as client, rig.grpc() as grpc:
@@ -306,7 +306,7 @@ def test_openai_clients_are_served(tmp_path):
             await check_a_killed_gateway_starts_again(rig, client)
             await check_a_drain_lets_http_streams_end(rig, client)
 
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, compile_cache)
     try:
         asyncio.run(main())
     finally:

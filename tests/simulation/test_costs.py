@@ -126,6 +126,7 @@ def test_the_paper_like_sets_are_graph_stretched_and_graph_with_a_constant():
     assert seconds(step, "paper_like_fixed") == pytest.approx(seconds(step) + constant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper_like", "paper_like_fixed"])
 def test_the_baseline_is_as_slow_as_the_paper_s(name):
     run = baseline_run(COST_SETS[name], seed=0)  # fitted over three seeds
