@@ -7,12 +7,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import grpc
 import pytest
 from typer.testing import CliRunner
 
 from gimbal_jax.cli.main import app
+from gimbal_jax.config import DispatchPolicy, PlacementPolicy, QueuePolicy
 from gimbal_jax.exceptions import GenerationFailed, NotServing
 from gimbal_jax.serving.rpc.calls import STATUS_CODES
 from research.experiments import Scope
@@ -106,3 +108,9 @@ def test_statuses_of_failures_are_those_of_their_errors():
     ):
         (row,) = (line for line in rows if line.startswith(start))
         assert re.findall(STATUS, row) == [STATUS_CODES[error].name]
+
+
+def test_every_policy_is_described():
+    text = (DOCS / "scheduling.md").read_text()
+    for policy in (*get_args(DispatchPolicy), *get_args(QueuePolicy), *get_args(PlacementPolicy)):
+        assert f"`{policy}`" in text, policy

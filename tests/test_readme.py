@@ -58,9 +58,9 @@ NEED_SERVER = [block for block in BLOCKS if "127.0.0.1" in str(block.values[0])]
 NEED_NONE = [block for block in BLOCKS if block not in NEED_SERVER]
 SHELL = [
     pytest.param(line, id=f"{page}: {line[:60]}")
-    for page, text in PAGES.items()
+    for page, text in EVERY_PAGE.items()
     for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", " ").splitlines()
 ]
 GIMBAL = typer.main.get_command(app)
 
@@ -134,7 +134,7 @@ def test_extras_of_install_commands_exist(page: str):
     assert "pip install gimbal-jax" not in EVERY_PAGE[page].replace("'", "")  # the package is not on PyPI
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
+@pytest.mark.parametrize("page", sorted({*EVERY_PAGE} - {"CHANGELOG.md"}))
 def test_names_of_the_package_exist(page: str):
     for name in re.findall(r"`(gimbal_jax(?:\.\w+)+)`", EVERY_PAGE[page]):
         module, _, attribute = name.rpartition(".")

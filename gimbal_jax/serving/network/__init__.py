@@ -1,4 +1,4 @@
-"""What every port of the server needs, without gRPC and without jax.
+"""Access to the ports of the server, without gRPC and without jax.
 
 - api_keys: the file of API keys, and the check of a call's key
 - tls: certificates and keys, checked at the start
