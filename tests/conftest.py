@@ -1,10 +1,12 @@
 """Set up jax and hypothesis for every test, and sort the tests into tiers and worker groups."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import hypothesis
 import jax
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -30,25 +32,44 @@ TIERS = {
     "test_monitoring.py": "tools",
     "test_research.py": "process",
 }
-# Files whose tests share no costly fixture: any worker may take any of their tests.
-SPREAD = ["model/test_parity.py", "multihost"]
-# Fixtures that compile. All tests with one of them run on one worker, so it compiles once.
-SHARED = ["runner", "compile_cache"]
+# Worker groups: all tests of one group run on one worker, so its fixtures compile once. By default a file is a group.
+GROUPS = {
+    "e2e/test_bench.py": "served demo model",
+    "e2e/test_gateway.py": "served demo model",
+    "e2e": "compiled runner",
+    "serving/runtime/test_device_runner.py": "compiled runner",
+}
+# Any worker may take any of these tests, because they share no costly fixture.
+SPREAD = ["model/test_parity.py", "multihost/test_serve.py"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def places_of(path: str) -> list[str]:
+    """Return a path below this folder and the folders above it, the most specific first."""
+    return [path, *(str(folder) for folder in PurePosixPath(path).parents)]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(HERE)
-        places = [str(path), *(str(folder) for folder in path.parents)]
-        for place in places:
+        for place in places_of(item.path.relative_to(HERE).as_posix()):
             if place in TIERS:
                 item.add_marker(TIERS[place])
-        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(shared[0]))
-        elif not any(place in SPREAD for place in places):
-            item.add_marker(pytest.mark.xdist_group(str(path)))
+
+
+class Groups(LoadScopeScheduling):
+    """Distribution of the tests by ``GROUPS``.
+
+    ``--dist loadgroup`` of pytest-xdist 3.8 does not group with pytest 9.2, because node ids no longer change.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0].removeprefix("tests/")
+        if path in SPREAD:
+            return nodeid
+        return next((GROUPS[place] for place in places_of(path) if place in GROUPS), path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
