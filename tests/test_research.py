@@ -16,7 +16,7 @@ POLICIES, MAKE_COUNTS, ON_COUNTS, SERVE = re.findall(r"^```python\n(.*?)^```$", 
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a program beside my_policies.py, in a process of its own, and returns what it printed."""
+    """Return a function that runs a program next to my_policies.py in its own process and returns the output."""
     (tmp_path / "my_policies.py").write_text(POLICIES)
 
     def run_there(program: str) -> str:

@@ -1,4 +1,4 @@
-"""Nothing is compiled after warm-up, whatever requests come."""
+"""No request compiles a program after warm-up."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Structured output on real steps: constrained rows write what was asked, and nobody beside them notices."""
+"""Structured output on real steps: constrained rows match their grammar, and free rows do not change."""
 
 import json
 import re

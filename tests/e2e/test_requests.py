@@ -1,4 +1,4 @@
-"""What a client can ask of one request, over real gRPC against the tiny model with a tokenizer of bytes."""
+"""Options of one request, over real gRPC against the tiny model with a tokenizer of bytes."""
 
 import asyncio
 import contextlib

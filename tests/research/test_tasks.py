@@ -54,5 +54,5 @@ def test_capacity_is_a_rate_that_the_reference_sustains():
 
 
 def test_the_calibration_needs_its_script():
-    with pytest.raises(ValueError, match="scripts/calibrate_placement"):
+    with pytest.raises(ValueError, match="research/calibrate_placement"):
         run_task(CalibrationPoint(0.1, 0.1, 2))
