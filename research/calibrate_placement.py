@@ -203,9 +203,7 @@ def main(
     per_kind: Annotated[int, typer.Option(min=1, help="Synthetic windows of each kind.")] = 52,
     sweep_windows: Annotated[int, typer.Option(min=0, help="Windows at each point of the sweep; 0 skips it.")] = 16,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks of the synthetic windows, over two sources.")] = 4,
-    time_limit: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the exact solver per window, in seconds.")
-    ] = 5.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds per window for the exact solver.")] = 5.0,
     gap: Annotated[float, typer.Option(min=0, help="Relative gap at which the exact solver stops.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the synthetic windows.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for tables, figure and JSON.")] = OUT,

@@ -77,8 +77,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean and its bootstrap interval: 2.5th and 97.5th percentile of the means of ``RESAMPLES`` resamplings.
+    """Return the mean and its 95 % bootstrap interval.
 
+    The interval goes from the 2.5th to the 97.5th percentile of the means of ``RESAMPLES`` resamplings.
     The values must be independent of each other. Equal values give equal intervals.
     """
     if not len(values):

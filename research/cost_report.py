@@ -35,7 +35,7 @@ def errors_table() -> Table:
 
 
 def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
-    """Return typical steps by part. Both engines do the same work, with a skewed router and the contiguous placement."""
+    """Return typical steps by part. Both engines do equal work; the router is skewed, the placement contiguous."""
     costs = h100_costs(name, MODEL, MESH, exchange)
     steps = {f"decode {rows}": decode_step(rows, router) for rows in DECODE_ROWS}
     steps |= {f"prefill {tokens}": prefill_step(tokens, router) for tokens in PREFILL_TOKENS}

@@ -60,7 +60,7 @@ def demo_encode() -> Encode:
 
 
 def call_of(arrival: Arrival, encode: Encode, rng: np.random.Generator) -> Call:
-    """Return a request with the lengths of an arrival. Its prompt is random words of its topic, each at least a token."""
+    """Return a request with the lengths of an arrival. Its prompt is random words of its topic."""
     assert arrival.topic is not None, "every request here has a topic, none its source's own"
     text = topic_prompt(TOPICS[arrival.topic], arrival.input_tokens, rng)
     return Call(arrival.time_s, tuple(encode(text)[: arrival.input_tokens]), arrival.output_tokens)
