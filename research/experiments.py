@@ -183,7 +183,7 @@ def budget_settings(scope: Scope) -> list[Scenario]:
 
 
 def queue_settings(scope: Scope) -> list[Scenario]:
-    """Return settings of long prompts at the two highest loads. The study of late binding shares some of these runs."""
+    """Return settings of long prompts at the two highest loads. The late-binding study shares some of these runs."""
     return list(_settings(scope, "graph", [("azure-code", share) for share in scope.shares[-2:]]))
 
 

@@ -50,7 +50,7 @@ def draw_exchange(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_late(store: ResultStore, scope: Scope) -> Drawn:
-    """Draw TTFT, its P99 and TPOT of late binding by load."""
+    """Draw TTFT, its P99 and TPOT by load, with late binding and dispatch at arrival."""
     found = [s for s in late_settings(scope) if s.workload.lengths == "azure-code"]
     measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot")
     if figure := _by_load(store, found, DISPATCH_SYSTEMS, measures):
