@@ -30,8 +30,11 @@ from gimbal_jax.model.step import COMPILER_OPTIONS
 
 CHECKED_LAYERS = 2
 SHARED_TOP_IDS = 0.8
-"""Minimum share of the likeliest tokens that kernels and plain XLA have in common. In bfloat16 the order of close tokens
-may differ, and a token may choose another expert if two are close. A wrong step has none in common."""
+"""Minimum share of the likeliest tokens that kernels and plain XLA have in common.
+
+In bfloat16 the order of close tokens may differ, and a token may choose another expert if two are close. A wrong step
+has none in common.
+"""
 
 
 def check_model(setting: Setting) -> Iterator[Result]:

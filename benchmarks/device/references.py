@@ -67,7 +67,7 @@ def attention_reference(q_QHD: np.ndarray, k_CKD: np.ndarray, v_CKD: np.ndarray,
 
 
 def places_of(slot_Nk: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the place of each pair in the order by slot (-1 if it has no slot), and the number of pairs of each slot."""
+    """Return the place of each pair in the order by slot (-1 without a slot), and the number of pairs of each slot."""
     flat_n = slot_Nk.reshape(-1)
     order_n = np.argsort(np.where(flat_n >= 0, flat_n, slots), kind="stable")
     place_n = np.empty(flat_n.size, np.int32)
