@@ -24,7 +24,7 @@ INDEX_BYTES = 4
 
 
 def link_curves() -> dict[str, Curve]:
-    """Return times of the collectives by bytes over each GPU's links. Local bytes do not count, unlike in nccl-tests."""
+    """Return times of the collectives by bytes over each GPU's links. Unlike nccl-tests it counts no local bytes."""
     curves = {}
     for op in COLLECTIVES:
         for gpus in MEASURED_GPUS:
