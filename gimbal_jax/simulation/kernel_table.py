@@ -154,7 +154,7 @@ class Prices:
     """Look-up of times that counts the prices outside of what was measured."""
 
     def __init__(self, times: Mapping[str, Times], derived: Collection[str] = ()) -> None:
-        """Take ``times`` by name. A rule scaled the times of names in ``derived``, so all of their prices are outside."""
+        """Take ``times`` by name. A rule scaled the times of ``derived`` names, so all of their prices are outside."""
         self.times, self._derived = times, derived
         self.outside: Counter[str] = Counter()
 

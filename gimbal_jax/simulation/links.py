@@ -24,7 +24,7 @@ INDEX_BYTES = 4
 
 
 def link_curves() -> dict[str, Curve]:
-    """Return times of the collectives by bytes over each GPU's links, unlike nccl-tests, which counts local bytes too."""
+    """Return times of the collectives by bytes over each GPU's links. nccl-tests counts local bytes too."""
     curves = {}
     for op in COLLECTIVES:
         for gpus in MEASURED_GPUS:
