@@ -2,8 +2,8 @@
 
     python -m benchmarks.step CHECKPOINT --out out/bench_step.json
 
-All work is timed in turn, round by round, so that other load of the host affects all of it equally. Wall-clock seconds
-are the time that a server waits. CPU seconds divided by the number of CPUs are less affected by other processes.
+All work is timed alternately, round by round, so that other load of the host affects all of it equally. Wall-clock
+seconds are the time that a server waits. CPU seconds divided by the number of CPUs depend less on other processes.
 """
 
 from __future__ import annotations

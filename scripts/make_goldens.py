@@ -134,7 +134,7 @@ def fill(model: Qwen3MoeForCausalLM, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def greedy(model: Qwen3MoeForCausalLM, prompt_T: torch.Tensor) -> dict[str, np.ndarray] | None:
-    """Return the arrays of ``golden.npz``, from one forward pass over all tokens per step; None if unfair."""
+    """Return the arrays of ``golden.npz``, by a forward pass over all tokens per step; None without a fair test."""
     tokens = prompt_T
     for _ in range(DECODE_STEPS):
         tokens = torch.cat([tokens, model(tokens[None]).logits[0, -1].argmax()[None]])
