@@ -3,7 +3,7 @@
 .PHONY: help setup demo test test-all cuda-check lint format protos goldens clean
 
 BIN := .venv/bin
-# For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
+# For GPUs that are not there. Without these settings XLA looks for a driver and warns of missing tunings.
 CUDA_PYTHON := JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=2 .venv-cuda/bin/python
 SOURCES := gimbal_jax benchmarks examples research scripts tests
 
@@ -13,7 +13,7 @@ help: ## list the targets
 setup: ## make .venv, if it is not there or out of date
 	@scripts/bootstrap $(PYTHON)
 
-demo: setup ## serve a small model and replay a real trace: baseline, then gimbal (5 minutes)
+demo: setup ## replay a real trace in rounds on two servers: a baseline and gimbal (4 minutes)
 	$(BIN)/python -m examples.demo
 
 test: setup ## run the fast tests of every room (5 minutes)
@@ -40,7 +40,7 @@ format: setup ## let ruff format and sort imports
 protos: setup ## generate the Python of gimbal_jax/protos
 	$(BIN)/python scripts/make_protos.py
 
-goldens: ## make tests/goldens anew; GOLDENS_PYTHON is a Python with torch and transformers
+goldens: ## rewrite tests/goldens; GOLDENS_PYTHON is a Python with torch and transformers
 	$(or $(GOLDENS_PYTHON),$(error set GOLDENS_PYTHON to a Python with torch and transformers)) scripts/make_goldens.py tests/goldens
 
 clean: ## remove .venv, caches and out/

@@ -1,8 +1,8 @@
-"""What a tick costs without the devices: ``EngineCore.tick`` over a runner that has its results at once.
+"""Measure the host's work in a tick: ``EngineCore.tick`` over a runner that returns results immediately.
 
-The arrays of a step are made as for real devices (``serving.batch``), in numpy, and real results are read from them;
-nothing computes. So this is all that the engine thread does between two steps: for 2, 16 and 64 engines of 256 running
-requests each, by phase, and how it grows; or over a long time, by what memory that takes.
+The runner packs the arrays of a step and unpacks results as for real devices (``serving.runtime.batch``), in numpy, but
+computes no model. The measured time is therefore all work of the engine thread between two steps. It is shown by phase
+for 2, 16 and 64 engines with 256 running requests each. ``--long`` measures memory over many ticks instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
-"""Of Qwen3-30B-A3B."""
+"""Sizes of Qwen3-30B-A3B."""
 MODEL = ModelConfig(
     VOCABULARY,
     2048,
@@ -52,25 +52,24 @@ MODEL = ModelConfig(
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 CLOCK = time.thread_time
-"""CPU time: what else the machine does is not counted, and nothing here waits."""
+"""CPU time of the thread. It excludes other load of the host, and the measured code never waits."""
 
 console = Console(width=150)
 
 
 class InstantRunner:
-    """Chooses token 1 everywhere; its traffic is one window after the other, over and over."""
+    """A runner that chooses token 1 for every sequence and repeats a list of windows as its traffic."""
 
     expert_bytes = 3 * 2048 * 768 * 2
     ahead = 1
 
     def __init__(self, config: ServerConfig, windows_LSE: Sequence[np.ndarray], step_s: float = 0.0) -> None:
-        """``windows_LSE``: what each ``begin_counts`` gives. ``step_s``: how long a step takes on its devices."""
+        """``begin_counts`` returns one of ``windows_LSE`` after the other. A step takes ``step_s`` seconds."""
         self.slot_of_expert_LE = static_placement(LAYERS, EXPERTS, config.mesh.ranks)
         self._engine, self._step_s = config.engine, step_s
         self._buckets = step_buckets(config.engine, config.mesh.tp)
         self._defaults = default_rare_inputs(config.engine, VOCABULARY, config.mesh.dp)
-        self._done = 0.0
-        """When the last step enqueued will be done."""
+        self._done = 0.0  # time at which the last enqueued step ends
         self._windows_LSE = itertools.cycle(windows_LSE)
 
     def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
@@ -101,15 +100,15 @@ class InstantRunner:
 
 @dataclass(frozen=True)
 class Load:
-    """What the engines have to do."""
+    """The work of the engines."""
 
     name: str
     sampling: SamplingParams = GREEDY
     prompt: int = 128
     output: int = 3500
-    """Tokens of a request; whenever one ends, another comes."""
+    """Output tokens of a request. A new request replaces each one that ends."""
     waiting: int = 0
-    """Requests of each engine that wait beside those that run."""
+    """Waiting requests of each engine, in addition to the running ones."""
 
 
 STEADY = Load("ends and admissions", output=256)
@@ -123,7 +122,7 @@ LOADS = (
 
 
 class Clients:
-    """Keep so many requests in each engine; all their prompts are different."""
+    """Clients that keep a fixed number of requests in each engine, all with different prompts."""
 
     def __init__(self, server: EngineCore, load: Load, running: int) -> None:
         self._server, self._load = server, load
@@ -134,11 +133,11 @@ class Clients:
         self._ended: list[RequestId] = []
         for engine in range(len(server.engines)):
             for place in range(running + load.waiting):
-                # The first ones end one after the other, as later ones do.
+                # Give the first requests increasing lengths, so that they end one after the other.
                 self._send(engine, 1 + (place * load.output) // running if place < running else load.output)
 
     def renew(self) -> None:
-        """A new request for each that has ended."""
+        """Send a new request for each one that has ended."""
         for name in self._ended:
             self._send(self._engine_of.pop(name), self._load.output)
         self._ended.clear()
@@ -157,7 +156,7 @@ class Clients:
 
 @contextmanager
 def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
-    """A server that is to be ticked by hand, with all rows running."""
+    """Yield a server with all rows running, which the caller ticks."""
     longest = load.prompt + load.output + 1
     engine = replace(
         GPU_ENGINE, max_model_len=longest, max_rows=rows, num_pages=rows * (longest // 64 + 2), max_queue=2**20
@@ -177,7 +176,7 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineC
 
 
 def tick_seconds(server: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
-    """Of each of so many ticks; the requests that come in between are not counted."""
+    """Return the seconds of each tick, without the time to send new requests."""
     seconds = np.zeros(ticks)
     for i in range(ticks):
         began = CLOCK()
@@ -188,7 +187,7 @@ def tick_seconds(server: EngineCore, clients: Clients, ticks: int) -> np.ndarray
 
 
 def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int) -> list[dict[str, object]]:
-    """Milliseconds of a tick and of its phases (mean, p50, p99), for each load and number of engines."""
+    """Return the milliseconds (mean, p50, p99) of a tick and of its phases, for each load and number of engines."""
     found: list[dict[str, object]] = []
     for load in loads:
         for engines in sizes:
@@ -203,7 +202,7 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
 
 
 def over_time(ticks: int, rows: int) -> None:
-    """Traced memory of a server as it runs, and the lines of code that hold more at the end than after a tenth."""
+    """Print the traced memory of a running server, and the lines of code whose memory grew after the first tenth."""
     with loaded_server(2, rows, STEADY) as (server, clients):
         tracemalloc.start()
         for part in range(1, 11):
@@ -218,14 +217,14 @@ def over_time(ticks: int, rows: int) -> None:
 
 
 def main(
-    engines: Annotated[str, typer.Option(help="Numbers of engines.")] = "2,16,64",
+    engines: Annotated[str, typer.Option(help="Numbers of engines, separated by commas.")] = "2,16,64",
     rows: Annotated[int, typer.Option(min=1, help="Running requests of each engine.")] = 256,
     ticks: Annotated[int, typer.Option(min=10, help="Ticks to time; profiles hold the last 1,024.")] = 300,
-    only: Annotated[str, typer.Option(help="Loads whose names hold this text.")] = "",
-    long: Annotated[int, typer.Option(min=0, help="Instead: so many ticks of two engines, and their memory.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+    only: Annotated[str, typer.Option(help="Run only the loads whose names contain this text.")] = "",
+    long: Annotated[int, typer.Option(min=0, help="Measure memory over this many ticks of two engines instead.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
 ) -> None:
-    """Print milliseconds: of the tick, medians of its phases, and how its cost per engine grows with the engines."""
+    """Print the milliseconds of a tick, the medians of its phases, and the growth of its time per engine."""
     if long:
         return over_time(long, rows)
     sizes = [int(number) for number in engines.split(",")]

@@ -20,15 +20,20 @@ HERE = Path(__file__).parent
 TIERS = {
     "benchmarks": "tools",
     "deploy": "tools",
+    "e2e/test_bench.py": "process",
+    "e2e/test_gateway.py": "process",
+    "e2e/test_startup.py": "slow",
     "multihost": "process",
     "research": "tools",
+    "scheduler/test_unseen_windows.py": "slow",
     "serving/monitoring/test_dashboard.py": "tools",
     "test_monitoring.py": "tools",
+    "test_research.py": "process",
 }
 # Files whose tests share no costly fixture: any worker may take any of their tests.
 SPREAD = ["model/test_parity.py", "multihost"]
-# All tests with the compiled runner of tests/e2e run on one worker, hence it is compiled once.
-RUNNER = "e2e runner"
+# Fixtures that compile. All tests with one of them run on one worker, so it compiles once.
+SHARED = ["runner", "compile_cache"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -39,7 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place in places:
             if place in TIERS:
                 item.add_marker(TIERS[place])
-        if path.parts[0] == "e2e" and "runner" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(RUNNER))
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(shared[0]))
         elif not any(place in SPREAD for place in places):
             item.add_marker(pytest.mark.xdist_group(str(path)))
+
+
+@pytest.fixture(scope="session")
+def runner():
+    """Return the compiled runner of the smallest golden checkpoint on a 2 x 2 mesh."""
+    from tests.e2e.rig import compiled_runner
+
+    return compiled_runner()

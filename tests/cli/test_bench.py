@@ -23,7 +23,7 @@ def bench_a_fake(*arguments, **core_options):
 
     async def main():
         with FakeCore(**core_options) as core:
-            async with asyncio.timeout(60), running_server(core) as (_, port, *_):
+            async with asyncio.timeout(120), running_server(core) as (_, port, *_):
                 return await asyncio.to_thread(bench, "--target", f"127.0.0.1:{port}", *arguments), core
 
     return asyncio.run(main())

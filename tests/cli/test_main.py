@@ -80,7 +80,7 @@ def test_demo_model_writes_a_folder_that_can_be_converted(tmp_path):
 @pytest.mark.parametrize(("option", "factor"), [((), 1), (("--total",), 10)])
 def test_counts_of_a_running_server_become_a_file(tmp_path, option, factor):
     async def main(core: FakeCore) -> Result:
-        async with asyncio.timeout(20), running_server(core) as (_, port, *_):
+        async with asyncio.timeout(120), running_server(core) as (_, port, *_):
             return await asyncio.to_thread(gimbal, "counts", "--target", f"127.0.0.1:{port}", path, *option)
 
     path = tmp_path / "window.npz"

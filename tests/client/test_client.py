@@ -34,7 +34,7 @@ def with_text_server(folder, test, chat_template=None, **core_options):
     files = load_model_files(write_model_folder(folder, chat_template=chat_template))
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, files) as (c, *_):
+        async with asyncio.timeout(120), running_server(core, files) as (c, *_):
             await test(core, c)
 
     with FakeCore(**core_options) as core:
@@ -160,7 +160,7 @@ def test_the_api_key_is_sent_with_every_call(tmp_path):
     network = NetworkConfig(port=0, api_keys=tmp_path / "keys")
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, network=network) as (client, port, *_):
+        async with asyncio.timeout(120), running_server(core, network=network) as (client, port, *_):
             async with GimbalClient(f"127.0.0.1:{port}", api_key=key) as friend:
                 assert (await collect(friend.generate(token_ids=[1], max_tokens=1)))[-1].finish_reason == "length"
                 assert (await friend.status()).state == "serving"

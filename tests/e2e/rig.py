@@ -54,13 +54,13 @@ def compiled_runner(mesh_config: MeshConfig = CONFIG.mesh) -> DeviceRunner:
 
 @dataclass
 class Session:
-    """A server ticked by hand, and what it said."""
+    """A server ticked by hand, and its outputs."""
 
     server: EngineCore
     now: float = 0.0
     tokens: dict[RequestId, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """Of those that asked for them."""
+    """Log probabilities of the prompts of requests that asked for them."""
     ends: dict[RequestId, str] = field(default_factory=dict)
 
     def take(self, news: TickNews) -> None:
@@ -84,7 +84,7 @@ class Session:
             self.now += TICK_S
 
     def run(self, requests: list[Request], between: Callable[[], object] = lambda: None) -> dict[RequestId, list[int]]:
-        """Submit all at once, tick until idle with ``between`` after each tick; returns the tokens of each."""
+        """Submit all requests, tick until idle with ``between`` after each tick, and return the tokens of each."""
         for request in requests:
             self.server.submit(request)
         self.tick()

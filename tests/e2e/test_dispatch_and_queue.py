@@ -10,7 +10,7 @@ from gimbal_jax.config import DispatchConfig, QueueConfig, ServerConfig
 from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
-from tests.serving.fake_server import running_server, until
+from tests.serving.fake_server import LIMIT_S, running_server, until
 from tests.serving.statuses import per_engine
 
 
@@ -18,7 +18,7 @@ def serve(
     runner: Runner, config: ServerConfig, test: Callable[[EngineCore, GimbalClient], Coroutine[None, None, None]]
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running_server(server) as (client, *_):
+        async with asyncio.timeout(LIMIT_S), running_server(server) as (client, *_):
             await until(lambda: server.state == "serving")
             await test(server, client)
 
@@ -37,7 +37,7 @@ async def generate(client: GimbalClient, name: str, done: list[str], **options) 
     done.append(name)
 
 
-def test_late_binding_says_why(runner):
+def test_late_binding_records_the_scores_of_every_decision(runner):
     async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
         names = [f"r{i}" for i in range(24)]
@@ -69,7 +69,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
 
         def wait():
             stepping.set()
-            assert all_in.wait(30)
+            assert all_in.wait(LIMIT_S)
             return pending()
 
         return wait

@@ -9,7 +9,7 @@ from tests.e2e.rig import CONFIG, random_requests, session
 from tests.serving.statuses import per_engine
 
 
-def test_shared_beginnings_change_no_token(runner):
+def test_shared_prefixes_change_no_token(runner):
     """Few pages, so that sequences are preempted and kept pages evicted while others are shared."""
     rng = np.random.default_rng(1)
     beginning = tuple(rng.integers(1, 60, 12).tolist())

@@ -57,6 +57,8 @@ CONFIG = ServerConfig(
 )
 LATE = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="late"))
 BY_PRIORITY = dataclasses.replace(CONFIG, queue=QueueConfig(policy="priority"))
+LIMIT_S = 120.0
+"""Time limit of an asynchronous test. It ends a test that hangs, also on a busy machine."""
 NO_FILES = ModelFiles(name="fake", folder=Path("/models/fake"), tokenizer=None, archive=b"", sampling_defaults={})
 
 PLACEMENT = PlacementRecord(
@@ -157,8 +159,8 @@ class FakeCore(EngineCore):
     def rebalance(self):
         self.rebalances += 1
 
-    def tell(self, *news):
-        """What changed in the prefix caches."""
+    def change_pages(self, *news):
+        """Change the prefix caches, and notify."""
         for one in news:
             for removed in one.removed:
                 del self.held_S[one.engine][removed]
@@ -169,7 +171,7 @@ class FakeCore(EngineCore):
         self.flushes += 1
         news = [CacheEvents(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
         if news:
-            self.tell(*news)
+            self.change_pages(*news)
 
     def status(self):
         counts_LSE = np.arange(2 * 2 * 4, dtype=np.int64).reshape(2, 2, 4)
@@ -288,7 +290,7 @@ def with_server(core_options=None, **options):
         @functools.wraps(test)
         def run():
             async def main():
-                async with asyncio.timeout(20), running_server(core, **options) as (client, *_):
+                async with asyncio.timeout(LIMIT_S), running_server(core, **options) as (client, *_):
                     await test(core, client)
 
             with FakeCore(**(core_options or {})) as core:

@@ -67,7 +67,7 @@ def live_server(name="small", model=MODEL, config=CONFIG):
         return frontend, view
 
     try:
-        frontend, view = asyncio.run_coroutine_threadsafe(make(), loop).result(10)
+        frontend, view = asyncio.run_coroutine_threadsafe(make(), loop).result(60)
         server.start()
         with serve_operators(frontend, view, RequestHistograms(config), "127.0.0.1", 0, lambda: True) as port:
             yield Live(server, runner, frontend, view, port, loop)

@@ -98,7 +98,7 @@ def busy_scrapes() -> tuple[Scraped, dict[tuple[str, ...], float]]:
     """A server after thirty requests and a rebalance, and its last scrape. It is stopped: for reading only."""
 
     async def main():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             with scraped() as server:
                 for turn in range(6):
                     # The experts of these prompts lie on the ranks of the other engine, until they move.

@@ -145,7 +145,7 @@ def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) ->
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a server reads and opens before its weights."""
+    """Files and settings that a server reads and opens before its weights."""
 
     model_files: ModelFiles
     start_LE: np.ndarray | None

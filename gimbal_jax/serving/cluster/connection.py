@@ -25,7 +25,7 @@ LINGER_S = 1.0
 MAX_COMMAND_BYTES = 2**30
 MAX_FOLLOWER_BYTES = 2**16
 """Limit of messages from a follower, and of a connection that has not shown the secret yet."""
-MAX_REASON_LENGTH = 4000
+MAX_REASON_LENGTH = 16_000
 """Most characters of a reason that ``close`` sends."""
 HEAD = struct.Struct("!IB")
 """Start of a message: the number of bytes after it, and its kind."""

@@ -46,7 +46,7 @@ class StepInFlight:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TickNews:
-    """What the engines did in one tick. Process ``bound`` first, then ``pages``, then ``outputs``. One is not empty."""
+    """Results of one tick: process ``bound`` first, then ``pages``, then ``outputs``. At least one is not empty."""
 
     now: float
     """Time of the tick, on the core's clock."""

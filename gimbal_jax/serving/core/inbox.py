@@ -1,4 +1,4 @@
-"""What other threads ask of the engine thread, until its next tick."""
+"""Requests and orders of other threads, kept until the next tick of the engine thread."""
 
 from __future__ import annotations
 

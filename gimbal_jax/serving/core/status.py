@@ -1,4 +1,4 @@
-"""What the server shows of itself: frozen snapshots for clients, metrics and tests."""
+"""Status of the server: frozen snapshots for clients, metrics and tests."""
 
 from __future__ import annotations
 

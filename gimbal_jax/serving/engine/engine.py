@@ -315,7 +315,7 @@ class Engine:
         pages = known + (self._pool.allocate(missing) or [])
         computed = self._config.page_size * len(known)
 
-        # What is reported of its first start.
+        # The stream reports its first start and the cached tokens found there.
         if sequence.started is None:
             sequence.started, sequence.found = now, computed
             if sequence.page_names and looks_up(request):

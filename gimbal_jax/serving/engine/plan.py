@@ -1,4 +1,4 @@
-"""What one engine computes in a step, and the results: records between engine and runner.
+"""Records between engine and runner: the plan of one engine for a step, and its results.
 
 There are many decoding sequences, so they travel as arrays [D], not as objects. An engine's *row* is the place of a
 running sequence, from 0 to ``max_rows - 1``; the sequence keeps it as long as it runs. The devices keep the token that

@@ -99,7 +99,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and freezing would make that five times slower
 class TokenDelta:
-    """What one request gained in a step: its new tokens, and how it ended if it did."""
+    """New tokens of one request after a step, and the reason of its end if it ended."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the core needs of the devices: run steps, read the expert traffic, move experts."""
+"""Protocol of the devices, as the core uses them: run steps, read the expert traffic, move experts."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Frontend:
         engine: engine that the client chose; None leaves the choice to the dispatcher.
         priority: lower runs first.
         page_hashes: hashes of the prompt's full pages (``prefix.page_hashes``); empty if it must not share pages.
-        text: text of the output, if anybody needs it; its stop strings end the sequence.
+        text: text of the output, whose stop strings end the sequence; None for deltas without text.
         arrived: event to set when the stream has deltas; by default an event of its own.
 
         Raises NotServing or QueueFull. The iteration raises NotServing if the server ends, and GenerationFailed if the
@@ -141,7 +141,7 @@ class Frontend:
             self.core.cancel(stream.id)
             self._route([TokenDelta(stream.id, (), finish_reason="abort")])
 
-    def refuse(self, reason: str) -> None:
+    def reject_new(self, reason: str) -> None:
         """Reject new requests with NotServing from now on. Running ones continue."""
         self._rejection = reason
 

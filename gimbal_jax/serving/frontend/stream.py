@@ -26,7 +26,7 @@ class Stream:
     record: RequestRecord
     ticket: Ticket
     text: OutputText | None
-    """Text of the output, whose stop strings end the sequence; None if nobody needs the text."""
+    """Text of the output, whose stop strings end the sequence; None if deltas need no text."""
     arrived: asyncio.Event
     """Set when there may be something to take. Streams with one consumer may share it."""
     on_leave: Callable[[Stream], None]

@@ -1,4 +1,4 @@
-"""What operators see of a server. Nothing else imports this room, except the server and the command line.
+"""The view of operators on a server. Nothing else imports this room, except the server and the command line.
 
 ``operators``: HTTP for /metrics, /health, /ready and /dashboard.
 ``metrics``, ``placement_metrics``, ``request_metrics``: Prometheus metrics of the server, of the placement loop and of

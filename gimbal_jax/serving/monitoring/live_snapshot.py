@@ -280,7 +280,7 @@ def active_warnings(status: Status, outcomes: dict[str, int], config: ServerConf
             found.append(f"Engines are silent, and their traces count as missing: {', '.join(silent)}.")
         if full := [f"{t.engine} ({t.kv_use:.0%})" for t in status.traces if t.kv_use > config.dispatch.high_kv]:
             found.append(f"The KV cache is nearly full in engine {', '.join(full)}.")
-    # What went wrong since start, then in the last minute.
+    # Problems since the start, then those of the last minute.
     records, compiles = status.placement.records, status.steps.compiles_after_warmup
     if records and records[-1].outcome == "failed":
         found.append(f"The last placement decision failed: {records[-1].reason[:TEXT]}")

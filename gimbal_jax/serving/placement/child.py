@@ -19,7 +19,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent ends this one
     os.nice(NICENESS)
-    # Answers get the original standard output; whatever a policy prints goes to standard error.
+    # Answers get the original standard output; the prints of a policy go to standard error.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     calls = open(0, "rb", closefd=False)  # noqa: SIM115 it stays open as long as the process lives

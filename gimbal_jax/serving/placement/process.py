@@ -31,7 +31,7 @@ class PlacementProcess(Executor):
         return self._thread.submit(self._run, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Kill the child, which fails the call in flight, and wait until it has ended, whatever ``wait`` is."""
+        """Kill the child, which fails the call in flight, and wait until it has ended. ``wait`` has no effect."""
         if self._child is not None:
             self._child.kill()
         self._thread.shutdown(cancel_futures=cancel_futures)

@@ -92,7 +92,7 @@ def parse_priority(metadata: Iterable[tuple[str, str | bytes]], queue: QueuePoli
 def parse_generate(request: pb.GenerateRequest, limits: Limits) -> Generation:
     """Check every field of a GenerateRequest and return its Generation.
 
-    It is slow if ``is_slow`` says so. Raises InvalidField or Unsupported.
+    It is slow if ``is_slow`` returns True. Raises InvalidField or Unsupported.
     """
     for descriptor, _ in request.ListFields():
         if descriptor.name in _UNSUPPORTED:

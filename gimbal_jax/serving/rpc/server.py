@@ -121,7 +121,7 @@ async def serve(
             for task in done:
                 task.result()  # raises the error of a task that failed
             await health_servicer.enter_graceful_shutdown()
-            frontend.refuse("the server is draining")
+            frontend.reject_new("the server is draining")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(frontend.idle.wait(), drain_timeout_s)
         finally:

@@ -52,7 +52,7 @@ Command = Step | TakeCounts | Migrate | Stop
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What sender and receiver know before the first command."""
+    """Sizes that sender and receiver know before the first command."""
 
     shape_of: Callable[[Bucket], StepShape]
     defaults: RareInputs

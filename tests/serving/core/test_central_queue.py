@@ -66,7 +66,7 @@ def test_max_queue_of_all_engines_bounds_the_central_queue():
         server.submit(unbound("accepted"))
 
 
-def test_trap_3_one_request_at_a_time_goes_round():
+def test_single_requests_alternate_between_engines():
     with open_server(LATE) as (server, _, outputs):
         for i in range(4):
             server.submit(unbound(f"r{i}", max_tokens=1))

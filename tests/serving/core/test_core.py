@@ -82,7 +82,7 @@ def test_traces_are_published_at_their_period_also_by_idle_engines():
         assert [t.expert_pressure for t in server.traces] == [8.0, 8.0]
 
 
-def test_trap_1_a_change_of_cache_use_alone_is_published():
+def test_a_change_of_cache_use_alone_is_published():
     with open_server() as (server, _, _):
         server.submit(request("a", [1] * 4, max_tokens=20))
         server.tick(0.0)
@@ -307,19 +307,19 @@ def test_stop_ends_what_is_left(ahead):
 
         def hold(results):
             stepping.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
 
         runner.on_wait = hold
         server.start()
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
-        assert stepping.wait(20)
+        assert stepping.wait(60)
         server.submit(request("in the inbox"))
         stopper = threading.Thread(target=server.stop)
         stopper.start()
         wait_for(lambda: server._stopping)
         go_on.set()
-        stopper.join(20)
+        stopper.join(60)
         ends = outputs.ends()
         assert ends == dict.fromkeys(("running", "in the inbox"), ("error", "the server has stopped"))
         assert per_engine(server.status(), "free_pages") == FREE
@@ -333,7 +333,7 @@ def test_who_is_abandoned_has_failed_for_that_reason_and_is_not_waited_for(fails
 
         def hold(results):
             stepping.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             if fails:
                 raise RuntimeError("connection closed by peer")
 
@@ -341,13 +341,13 @@ def test_who_is_abandoned_has_failed_for_that_reason_and_is_not_waited_for(fails
         server.start(on_end=over.set)
         wait_for(lambda: server.state == "serving")
         server.submit(request("running", max_tokens=50))
-        assert stepping.wait(20)
+        assert stepping.wait(60)
         server.abandon("process 1 is gone")
         server.stop()  # although the step hangs
         with pytest.raises(NotServing, match="failed"):
             server.submit(request("late"))
         go_on.set()
-        assert over.wait(20)
+        assert over.wait(60)
         assert (server.state, server.error) == ("failed", "process 1 is gone")
 
 
@@ -357,10 +357,10 @@ def test_status_while_warming_up():
 
         def warm_up():
             warming.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
 
         server.start(warm_up)
-        assert warming.wait(20)
+        assert warming.wait(60)
         status = server.status()
         assert (status.state, status.steps.count, status.traces) == ("warming", 0, ())
         assert (per_engine(status, "free_pages"), status.steps.compiles_after_warmup) == (FREE, 0)
@@ -406,7 +406,7 @@ def test_failed_step_ends_every_request(ahead):
             server.submit(request(f"r{i}", max_tokens=60, engine=i % 2, sequence=i // 2 + 1))
         ended = threading.Event()
         server.start(on_end=ended.set)
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert len(outputs.tokens("r0")) == 5
         reason = "RuntimeError: device lost"
         assert outputs.ends() == {f"r{i}": ("error", reason) for i in range(4)}
@@ -424,7 +424,7 @@ def test_failed_warm_up():
     with new_server() as (server, _, _):
         ended = threading.Event()
         server.start(lambda: 1 // 0, on_end=ended.set)
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert server.state == "failed"
         assert "ZeroDivisionError" in server.error
 
@@ -440,16 +440,16 @@ def test_a_warm_up_that_is_not_needed_any_more_ends_early():
                 time.sleep(0.001)
 
         server.start(warm_up, on_end=ended.set)
-        assert warming.wait(20)
+        assert warming.wait(60)
         server.drain()
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert (server.state, server.error) == ("stopped", "")
 
 
 @thread_fails
 def test_streams_over_grpc_end_when_the_engine_fails():
     async def main(server, runner):
-        async with asyncio.timeout(20), running_server(server) as (client, _, stop, serving):
+        async with asyncio.timeout(120), running_server(server) as (client, _, stop, serving):
             loop, all_in, submitted = asyncio.get_running_loop(), threading.Event(), []
             submit = server.submit
 
@@ -458,7 +458,7 @@ def test_streams_over_grpc_end_when_the_engine_fails():
                 submitted.append(request)
 
             def wait_for_all(results):
-                assert all_in.wait(20)
+                assert all_in.wait(60)
 
             async def stream(engine):
                 return [chunk async for chunk in client.generate(token_ids=[1], max_tokens=60, engine=engine)]

@@ -69,7 +69,7 @@ def tick(server: EngineCore, count: int) -> None:
         server.tick(float(now))
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

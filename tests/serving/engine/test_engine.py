@@ -340,7 +340,7 @@ def test_room_by_hand():
     assert engine.capacity() == Capacity(3, 0, 0, ())  # c needs a page for its 13th token: the next step will preempt
 
 
-def test_trap_6_what_ended_requests_leave_is_no_pressure():
+def test_pages_of_ended_requests_are_no_pressure():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(request("a", 9, max_tokens=1))
     step(engine, model)

@@ -93,7 +93,7 @@ def test_pages_in_use_are_not_evicted_and_others_are_the_oldest_first():
     assert known == [8, 0]
 
 
-def test_trap_6_pages_that_the_cache_could_give_up_are_no_pressure():
+def test_pages_that_the_cache_can_evict_are_no_pressure():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(shared("a", 15, 1))
     step(engine, model)

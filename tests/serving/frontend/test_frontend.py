@@ -22,14 +22,14 @@ THREE = SamplingParams(max_tokens=3)
 
 
 def with_frontend(**core_options):
-    """Runs an async test(core, frontend); the core steps only when the test says so."""
+    """Runs an async test(core, frontend); the core steps only when the test calls ``step``."""
 
     def decorate(test):
         @functools.wraps(test)
         def run():
             async def main():
                 core = FakeCore(**core_options)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(120):
                     await test(core, Frontend(core, time.monotonic))
 
             asyncio.run(main())
@@ -117,7 +117,7 @@ async def test_late_requests_are_submitted_without_an_engine_and_bound_later(cor
 async def test_dispatch_prefers_the_engine_that_caches_the_prefix(core, frontend):
     core.traces = tuple(dataclasses.replace(trace(engine), expert_pressure=1.0) for engine in range(2))
     prompt = tuple(range(12))
-    core.tell(stored(1, *pages_of(prompt)))
+    core.change_pages(stored(1, *pages_of(prompt)))
     await until(lambda: frontend.prefixes.pages == 3)
     streams = []
     for number in range(2):
@@ -131,7 +131,7 @@ async def test_dispatch_prefers_the_engine_that_caches_the_prefix(core, frontend
     core.step()  # both come before the first is read, and are read as one
     outputs = [await anext(stream) for stream in streams]
     assert [(output.cached_tokens, len(output.token_ids)) for output in outputs] == [(8, 2), (8, 2)]
-    core.tell(removed(1, *pages_of(prompt)))
+    core.change_pages(removed(1, *pages_of(prompt)))
     await until(lambda: frontend.prefixes.pages == 0)
 
 
@@ -209,10 +209,10 @@ async def test_an_engine_error_fails_the_stream(core, frontend):
 
 
 @with_frontend()
-async def test_refuse_rejects_new_requests_and_end_all_ends_running_ones(core, frontend):
+async def test_reject_new_rejects_and_end_all_ends_running_requests(core, frontend):
     task = start(frontend)
     await until(lambda: core.submitted)
-    frontend.refuse("the server is draining")
+    frontend.reject_new("the server is draining")
     with pytest.raises(NotServing, match="draining"):
         await start(frontend, "b")
     frontend.end_all("stopped early")
@@ -240,7 +240,7 @@ def with_records(**core_options):
             async def main():
                 core, clock = FakeCore(**core_options), Clock()
                 records: list[RequestRecord] = []
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(120):
                     await test(core, Frontend(core, clock, on_ended=records.append), clock, records)
 
             asyncio.run(main())
@@ -294,7 +294,7 @@ async def test_records_of_rejected_cancelled_and_failed_requests(core, frontend,
     core.notify(5.0, bound=[(core.submitted[1].id, Decision(1, "late"))])
     core.fail(core.submitted[1].id, "not finite")
     await asyncio.wait([task])
-    frontend.refuse("draining")
+    frontend.reject_new("draining")
     with pytest.raises(NotServing):
         await start(frontend, "late")
     assert [(r.request_id, r.outcome, r.engine, r.rule, r.queue_s, r.first_token_s, r.total_s) for r in records] == [
@@ -325,11 +325,11 @@ async def test_a_text_that_cannot_be_decoded_fails_alone(core, frontend, clock, 
     assert core.cancelled == [core.submitted[0].id]
 
 
-def test_news_from_another_thread_after_the_loop_has_closed_is_ignored():
+def test_news_comes_from_another_thread_until_the_loop_is_closed():
     config = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="round_robin"))
 
     async def main(core):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             frontend = Frontend(core, time.monotonic)
             results = await asyncio.gather(*(start(frontend, str(i), prompt=(i,)) for i in range(10)))
         for i, outputs in enumerate(results):

@@ -1,6 +1,6 @@
-"""Conversations with shared beginnings on two engines: what it is worth that dispatch knows the prefix caches.
+"""Dispatch with and without knowledge of the prefix caches, for conversations with shared prefixes on two engines.
 
-The frontend, the server, its engines and their caches are real; only the devices are not.
+Frontend, core, engines and caches are real. Only the devices are fake.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ CONFIG = ServerConfig(
 CONVERSATIONS, TURNS = 40, 4
 
 
-def unknowing(view, config, token_budget):
-    """Gimbal's rule as it is without the frontend's index."""
+def cache_blind(view, config, token_budget):
+    """Gimbal's rule without the frontend's index."""
     return choose_engine(dataclasses.replace(view, cached_tokens_S=(0,) * len(view.traces)), config, token_budget)
 
 
 async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Frontend]:
-    """Every conversation sends its history and a new question, turn by turn, after a pause; a topic's begin alike."""
+    """Every conversation sends its history and a new question, turn by turn, after a pause. A topic is a prefix."""
     draw = random.Random(seed)
     topics = [tuple(draw.choices(range(290), k=32)) for _ in range(3)]
     records: list[RequestRecord] = []
@@ -63,7 +63,7 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
             for _ in range(6):
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)
-        # What the index knows is what the engines hold.
+        # The index has exactly the pages that the engines hold.
         for engine, pages in enumerate(per_engine(server.status(), "cached_pages")):
             assert len(frontend.prefixes.snapshot(engine)) == pages
         status = server.status()
@@ -80,10 +80,10 @@ def mean_wait(records: list[RequestRecord]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_dispatcher_that_knows_the_caches_finds_more_in_them_and_stays_even(seed):
+def test_knowing_the_caches_raises_hits_and_keeps_engines_balanced(seed):
     async def main():
-        async with asyncio.timeout(60):
-            return [await converse(choose, seed) for choose in (choose_engine, unknowing)]
+        async with asyncio.timeout(120):
+            return [await converse(choose, seed) for choose in (choose_engine, cache_blind)]
 
     (knowing, frontend), (blind, _) = asyncio.run(main())
     assert len(knowing) == len(blind) == CONVERSATIONS * TURNS

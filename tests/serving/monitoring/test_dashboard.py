@@ -143,7 +143,7 @@ def test_page_shows_a_served_load(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "FRESH_S", 0.0)
     with live_server(HOSTILE) as server:
         for future in [server.generate(f"{HOSTILE}-{number}", (7, 7, 7, 7), max_tokens=1) for number in range(30)]:
-            future.result(20)
+            future.result(60)
         server.server.rebalance()
         wait_for(lambda: server.server.rebalancer.records)
         wait_for(lambda: not any(engine["running"] for engine in server.view.snapshot()["engines"]))

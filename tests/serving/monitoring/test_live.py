@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -50,7 +49,7 @@ class SlowCore(FakeCore):
 
     def status(self):
         self.asked += 1
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         return super().status()
 
 
@@ -59,7 +58,7 @@ def test_snapshot_of_a_served_load_equals_a_recount(monkeypatch):
     with live_server("a model") as server:
         prompts = {f"r{number}": tuple(range(number + 1)) for number in range(12)}
         for future in [server.generate(name, prompt, max_tokens=5, client="me") for name, prompt in prompts.items()]:
-            future.result(20)
+            future.result(60)
         wait_for(lambda: server.view.snapshot()["placement"]["decisions"])
         wait_for(lambda: not any(engine["running"] for engine in server.view.snapshot()["engines"]))
         snapshot = server.view.snapshot()
@@ -111,12 +110,10 @@ def test_only_one_viewer_waits_for_a_long_step():
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(view.snapshot)
         wait_for(lambda: core.asked == 2)
-        began = time.monotonic()
         assert [view.snapshot() for _ in range(10)] == [before] * 10
-        assert time.monotonic() - began < 1
         assert not waiting.done()
         core.go.set()
-        assert waiting.result(10)["time"] == clock.now
+        assert waiting.result(60)["time"] == clock.now
     assert core.asked == 2
 
 

@@ -125,7 +125,7 @@ def test_stream_that_hangs_delays_no_request(monkeypatch):
 
     class Hanging(io.StringIO):
         def write(self, text):
-            gate.wait(20)
+            gate.wait(60)
             return super().write(text)
 
     stream = Hanging()

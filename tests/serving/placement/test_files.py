@@ -50,7 +50,7 @@ def test_server_dumps_every_window(tmp_path):
     server = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, windows=dump))
     outputs = Outputs(server)
     server.open()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     for i in range(6):
         server.submit(request(f"r{i}", range(1, 12), max_tokens=6, engine=i % 2, sequence=i // 2 + 1))
         # Decisions come from another thread, so tick until the last window, asked for early, is closed.
@@ -119,12 +119,12 @@ print(dump.written, dump.lost)
 
 def test_slow_disk_drops_windows_without_blocking(tmp_path, monkeypatch, caplog):
     released = threading.Event()
-    monkeypatch.setattr(files, "save_counts", lambda *_: released.wait(20))
+    monkeypatch.setattr(files, "save_counts", lambda *_: released.wait(60))
     dump = CountsDump(tmp_path, "run", META)
     began = time.monotonic()
     for _ in range(MAX_PENDING + 3):
         dump.write(WINDOW)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert (dump.written, dump.lost) == (0, 3)
     assert caplog.text.count("dropped: the disk is too slow") == 1
     released.set()

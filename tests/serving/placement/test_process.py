@@ -75,7 +75,7 @@ def test_one_nice_child_runs_all_calls():
         nice = executor.submit(os.nice, 0).result()
         assert len({pid.result() for pid in pids}) == 1
         assert pids[0].result() != os.getpid()
-    assert nice == os.nice(0) + NICENESS
+    assert nice == min(os.nice(0) + NICENESS, 19)
 
 
 def test_child_loads_no_jax_and_no_grpc():
@@ -142,11 +142,11 @@ def test_child_ignores_interrupts():
 def test_shutdown_kills_the_child_and_its_call():
     executor = PlacementProcess()
     pid = pid_of(executor)
-    slow = executor.submit(time.sleep, 60)
+    slow = executor.submit(time.sleep, 600)
     wait_for(slow.running)
     began = time.monotonic()
     executor.shutdown(cancel_futures=True)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert slow.exception() is not None
     assert not Path(f"/proc/{pid}").exists()
 
