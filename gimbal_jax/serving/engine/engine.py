@@ -6,7 +6,6 @@ with the results, possibly after the next ``schedule``. The engine knows nothing
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -205,7 +204,7 @@ class Engine:
 
     def queue_head(self, now: float) -> QueueHead | None:
         """Return the waiting request that would run first; None if none waits."""
-        for first in self._waiting.in_order(self.prefill_tokens, now):
+        for first in self._waiting.first(1, self.prefill_tokens, now):
             return QueueHead(first.request.label, now - first.request.arrival, first.length - first.cached)
         return None
 
@@ -261,8 +260,7 @@ class Engine:
         if admit and self._waiting and self._batch.free:
             # Each admitted sequence takes a row and a tile, so no more than this can start.
             most = min(self._batch.free, tiles_left)
-            waiting = islice(self._waiting.in_order(self.prefill_tokens, now), most)
-            candidates += [(sequence.key, sequence) for sequence in waiting]
+            candidates += [(one.key, one) for one in self._waiting.first(most, self.prefill_tokens, now)]
         candidates.sort(key=lambda candidate: candidate[0])
 
         # Fill the step in that order.

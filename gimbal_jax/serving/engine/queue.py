@@ -51,6 +51,11 @@ class WaitQueue:
             self.tokens -= sequence.length
         return sequence
 
+    def first(self, most: int, processed: int, now: float) -> list[Sequence]:
+        """Return the first ``most`` sequences of ``in_order``, faster for a long queue."""
+        sequences = self._sequences.values()
+        return heapq.nsmallest(most, sequences, key=lambda sequence: self._key(sequence, processed, now))
+
     def in_order(self, processed: int, now: float) -> Iterator[Sequence]:
         """Yield the sequences, first to run first, with their ``key`` of now. Sorts only as far as it is read.
 
