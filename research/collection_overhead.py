@@ -46,7 +46,7 @@ from research.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
 from research.plots import plain
 
 EXPERTS, K = 128, 8
-"""Of Qwen3-30B-A3B."""
+"""Experts and choices of Qwen3-30B-A3B."""
 TOKENS = 64, 512, 2048
 STEPS = {"decode": (32, 0), "prefill": (8, 248)}
 """Decode rows and prefill tokens of each engine."""
