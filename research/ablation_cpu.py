@@ -201,7 +201,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
 
 
 def server_config(system: System, window_steps: int) -> ServerConfig:
-    """Return a configuration with short windows. If the system stops its engines for moves, all experts move together."""
+    """Return a configuration with short windows. If the system stops its engines for moves, they move together."""
     placement = replace(system.placement, window_steps=window_steps)
     if system.migration == "blocking":
         placement = replace(placement, migrate_bytes_per_tick=2**63)
