@@ -52,20 +52,20 @@ def tick_ms(policy: PlacementPolicy, executor: Executor, window_steps: int, step
     engine = replace(GPU_ENGINE, max_model_len=512, max_rows=ROWS, num_pages=ROWS * 10, max_queue=1000)
     config = ServerConfig(MESH, engine, placement=PlacementConfig(policy=policy, window_steps=window_steps))
     runner = InstantRunner(config, windows_LSE(), step_s)
-    server = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, executor))
+    core = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, executor))
     # The first call in a process imports its modules. Make this call before timing.
     executor.submit(static_placement, LAYERS, EXPERTS, MESH.ranks).result()
     try:
-        server.open()
-        clients = Clients(server, STEADY, ROWS)
+        core.open()
+        clients = Clients(core, STEADY, ROWS)
         seconds: list[float] = []
-        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(server.status().placement.records) < LEAST):
+        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(core.status().placement.records) < LEAST):
             began = time.perf_counter()
-            server.tick(time.monotonic())
+            core.tick(time.monotonic())
             seconds.append(time.perf_counter() - began)
             clients.renew()
     finally:
-        server.stop()
+        core.stop()
     return 1e3 * np.array(seconds[50:])
 
 

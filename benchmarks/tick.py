@@ -124,14 +124,14 @@ LOADS = (
 class Clients:
     """Clients that keep a fixed number of requests in each engine, all with different prompts."""
 
-    def __init__(self, server: EngineCore, load: Load, running: int) -> None:
-        self._server, self._load = server, load
+    def __init__(self, core: EngineCore, load: Load, running: int) -> None:
+        self._core, self._load = core, load
         self._serial = itertools.count()
-        self._sent = [0] * len(server.engines)
+        self._sent = [0] * len(core.engines)
         self._engine_of: dict[RequestId, int] = {}
-        server.subscribe(self._take)
+        core.subscribe(self._take)
         self._ended: list[RequestId] = []
-        for engine in range(len(server.engines)):
+        for engine in range(len(core.engines)):
             for place in range(running + load.waiting):
                 # Give the first requests increasing lengths, so that they end one after the other.
                 self._send(engine, 1 + (place * load.output) // running if place < running else load.output)
@@ -151,11 +151,11 @@ class Clients:
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
         self._engine_of[serial] = engine
-        self._server.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._core.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager
-def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
+def loaded_core(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
     """Yield a server with all rows running, which the caller ticks."""
     longest = load.prompt + load.output + 1
     engine = replace(
@@ -163,24 +163,24 @@ def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineC
     )
     config = ServerConfig(MeshConfig(engines, 1), engine)
     counts_LSE = np.random.default_rng(0).poisson(100, (LAYERS, engines, EXPERTS))
-    server = EngineCore(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
+    core = EngineCore(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
     try:
-        server.open()
-        clients = Clients(server, load, rows)
-        while any(engine.running < rows for engine in server.engines):
-            server.tick(time.monotonic())
+        core.open()
+        clients = Clients(core, load, rows)
+        while any(engine.running < rows for engine in core.engines):
+            core.tick(time.monotonic())
             clients.renew()
-        yield server, clients
+        yield core, clients
     finally:
-        server.stop()
+        core.stop()
 
 
-def tick_seconds(server: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
+def tick_seconds(core: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
     """Return the seconds of each tick, without the time to send new requests."""
     seconds = np.zeros(ticks)
     for i in range(ticks):
         began = CLOCK()
-        server.tick(time.monotonic())
+        core.tick(time.monotonic())
         seconds[i] = CLOCK() - began
         clients.renew()
     return seconds
@@ -191,10 +191,10 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
     found: list[dict[str, object]] = []
     for load in loads:
         for engines in sizes:
-            with loaded_server(engines, rows, load) as (server, clients):
-                tick_seconds(server, clients, 20)
-                seconds = tick_seconds(server, clients, ticks)
-                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().steps.phases}
+            with loaded_core(engines, rows, load) as (core, clients):
+                tick_seconds(core, clients, 20)
+                seconds = tick_seconds(core, clients, ticks)
+                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in core.status().steps.phases}
             tick = [1e3 * float(value) for value in (seconds.mean(), *np.percentile(seconds, (50, 99)))]
             found.append({"load": load.name, "engines": engines, "tick": tick, **phases})
             console.print(f"{load.name}, {engines} engines: {tick[1]:.2f} ms")
@@ -203,10 +203,10 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
 
 def over_time(ticks: int, rows: int) -> None:
     """Print the traced memory of a running server, and the lines of code whose memory grew after the first tenth."""
-    with loaded_server(2, rows, STEADY) as (server, clients):
+    with loaded_core(2, rows, STEADY) as (core, clients):
         tracemalloc.start()
         for part in range(1, 11):
-            tick_seconds(server, clients, ticks // 10)
+            tick_seconds(core, clients, ticks // 10)
             gc.collect()
             console.print(f"{part * (ticks // 10):,} ticks: {tracemalloc.get_traced_memory()[0] / 2**10:,.0f} KiB")
             if part == 1:

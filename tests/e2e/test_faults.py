@@ -31,7 +31,7 @@ from gimbal_jax.scheduler.migration import plan_rounds
 from tests.cli.test_main import gimbal
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
-from tests.serving.core.ticked_server import CONFIG, new_server
+from tests.serving.core.ticked_core import CONFIG, new_core
 from tests.serving.fake_server import LIMIT_S, running_server, until
 from tests.serving.statuses import per_engine
 
@@ -50,7 +50,7 @@ def with_fake_devices(test, config=LONG, clock=time.monotonic, **options):
             await until(lambda: server.state == "serving")
             await test(server, runner, client, port)
 
-    with new_server(config, clock) as (server, runner, _):
+    with new_core(config, clock) as (server, runner, _):
         server.start()
         asyncio.run(main(server, runner))
 

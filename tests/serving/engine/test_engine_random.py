@@ -58,7 +58,7 @@ def workloads(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(workloads(), st.integers(0, 2))
-def test_batched_is_one_by_one_and_pages_are_conserved(workload, ahead):
+def test_batching_changes_no_token_and_pages_are_conserved(workload, ahead):
     config, queue, jobs, flushes = workload
     engine, model = Engine(0, config, queue), PagedModel(config)
     loop = Ahead(engine, model, ahead)
