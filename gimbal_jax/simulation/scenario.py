@@ -19,7 +19,7 @@ from gimbal_jax.simulation.costs import h100_costs
 from gimbal_jax.simulation.profile import place_offline
 from gimbal_jax.simulation.results import run_record
 from gimbal_jax.simulation.routing import Router, RoutingConfig, recorded_router, synthetic_router
-from gimbal_jax.simulation.shapes import MEASURED
+from gimbal_jax.simulation.shapes import MEASURED, unpriced_fields
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.work import Costs
@@ -27,6 +27,8 @@ from gimbal_jax.simulation.workload import WorkloadConfig, make_workload
 
 MODEL = PRESETS[MEASURED]
 """The model whose kernels were measured, which is also the paper's."""
+MODELS = tuple(name for name, preset in PRESETS.items() if not unpriced_fields(preset))
+"""Names of the models whose steps have prices."""
 DEFAULT_WORKLOAD = WorkloadConfig()
 DEFAULT_ROUTING = RoutingConfig()
 PAPER_MESH = MeshConfig(dp=2, tp=2)
@@ -52,7 +54,7 @@ class Scenario:
     recording: str | None = None
     """Counts file of a real server to route by, or None. It uses only ``trend_s`` of ``routing``, the window length."""
     model: str = MEASURED
-    """Name of one of ``PRESETS``."""
+    """One of ``MODELS``."""
     mesh: MeshConfig = PAPER_MESH
     exchange: Exchange = "sparse"
     token_budget: int = GPU_ENGINE.token_budget
@@ -67,7 +69,9 @@ class Scenario:
         if self.system not in SYSTEMS:
             raise ValueError(f"system must be one of {', '.join(SYSTEMS)}, not {self.system}")
         if self.model not in PRESETS:
-            raise ValueError(f"model must be one of {', '.join(PRESETS)}, not {self.model}")
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, not {self.model}")
+        if errors := unpriced_fields(PRESETS[self.model]):
+            raise ValueError(f"model {self.model}: {errors[0]}")
         if self.share_of_capacity is not None and not 0 < self.share_of_capacity < float("inf"):
             raise ValueError(f"share_of_capacity must be above 0 and finite, not {self.share_of_capacity}")
         for name in ("persistence", "trend"):

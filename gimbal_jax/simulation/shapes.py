@@ -62,11 +62,19 @@ def is_measured(model: ModelConfig) -> bool:
     return wide == (HIDDEN, EXPERT_WIDTH, TP * QUERY_HEADS, TP * KV_HEADS)
 
 
+def unpriced_fields(model: ModelConfig) -> list[str]:
+    """Return an error for each field that no rule scales and that differs from the measured model."""
+    return [
+        f"{name} {getattr(model, name)}: H100 kernels were measured for {required} only"
+        for name, required in REQUIRED.items()
+        if getattr(model, name) != required
+    ]
+
+
 def check_shapes(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raise ValueError unless every layer has a price and every engine lies within one node."""
-    for name, required in REQUIRED.items():
-        if getattr(model, name) != required:
-            raise ValueError(f"{name} {getattr(model, name)}: H100 kernels were measured for {required} only")
+    if errors := unpriced_fields(model):
+        raise ValueError(errors[0])
     if len(model.moe_layers) != model.num_layers:
         raise ValueError("moe_layers: H100 kernels were measured for models whose layers all have experts")
     if mesh.tp not in (1, 2, 4):
