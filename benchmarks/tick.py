@@ -29,7 +29,7 @@ from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
@@ -128,9 +128,9 @@ class Clients:
         self._core, self._load = core, load
         self._serial = itertools.count()
         self._sent = [0] * len(core.engines)
-        self._engine_of: dict[RequestId, int] = {}
+        self._engine_of: dict[str, int] = {}
         core.subscribe(self._take)
-        self._ended: list[RequestId] = []
+        self._ended: list[str] = []
         for engine in range(len(core.engines)):
             for place in range(running + load.waiting):
                 # Give the first requests increasing lengths, so that they end one after the other.
@@ -147,11 +147,12 @@ class Clients:
 
     def _send(self, engine: int, output: int) -> None:
         serial = next(self._serial)
+        name = str(serial)
         prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
-        self._engine_of[serial] = engine
-        self._core.submit(Request(serial, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._engine_of[name] = engine
+        self._core.submit(Request(name, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.admission import admit
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
@@ -161,8 +161,8 @@ class _Simulation:
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
-        self._live: dict[RequestId, _Live] = {}
-        self._done: dict[RequestId, Measurement] = {}
+        self._live: dict[str, _Live] = {}
+        self._done: dict[str, Measurement] = {}
         # Integrals over virtual time, from which the report computes means.
         self._live_integral = self._changed = 0.0
         self._running_integral = self._kv_integral = 0.0
@@ -200,7 +200,7 @@ class _Simulation:
     def _arrive(self, number: int, arrival: Arrival) -> None:
         """Admit a request as the frontend does. A full queue ends it."""
         request = Request(
-            id=number,
+            id=str(number),
             label=str(number),
             prompt=(self._router.prompt_token(arrival.topic),) * arrival.input_tokens,
             sampling=SamplingParams(arrival.output_tokens, temperature=0.0),
@@ -208,11 +208,11 @@ class _Simulation:
             engine=arrival.engine,
         )
         self._count_live(request.arrival)
-        live = self._live[number] = _Live(arrival.time_s, arrival.input_tokens)
+        live = self._live[request.id] = _Live(arrival.time_s, arrival.input_tokens)
         try:
             live.ticket = admit(self._server, self._dispatcher, request)
         except QueueFull as error:
-            self._finish(number, str(error))
+            self._finish(request.id, str(error))
 
     def _deliver(self, news: TickNews) -> None:
         """Process the news of a tick, at the end of its step."""
@@ -225,7 +225,7 @@ class _Simulation:
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.error)
 
-    def _finish(self, request_id: RequestId, error: str) -> None:
+    def _finish(self, request_id: str, error: str) -> None:
         self._count_live(self._clock.now)
         live = self._live.pop(request_id)
         if live.ticket is not None:
@@ -253,7 +253,7 @@ class _Simulation:
         self._clock.at(self._clock.now + GAP_PERIOD_S, self._sample_gap)
 
     def _report(self, count: int) -> Run:
-        requests = tuple(self._done[number] for number in range(count))
+        requests = tuple(self._done[str(number)] for number in range(count))
         seconds = max((m.arrival_s + m.e2e_s for m in requests), default=0.0)
         status = self._server.status()
         self._server.stop()

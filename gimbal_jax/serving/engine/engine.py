@@ -19,7 +19,7 @@ from gimbal_jax.serving.engine.pages import CacheEvents, PagePool
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, WaitQueue
-from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.running_batch import RunningBatch
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
@@ -60,8 +60,8 @@ class Engine:
         self._pool = PagePool(config.num_pages)
         self._batch = RunningBatch(config)
         self._waiting = WaitQueue(queue)
-        self._running: dict[RequestId, Sequence] = {}
-        self._constrained: dict[RequestId, Sequence] = {}  # running sequences that have a grammar
+        self._running: dict[str, Sequence] = {}
+        self._constrained: dict[str, Sequence] = {}  # running sequences that have a grammar
         self._seen = 0
 
     @property
@@ -111,7 +111,7 @@ class Engine:
         self._enqueue(sequence)
         self._seen = max(self._seen, request.sequence)
 
-    def cancel(self, request_id: RequestId) -> bool:
+    def cancel(self, request_id: str) -> bool:
         """Remove a request and free its pages. Returns False if the request is not here, or no longer."""
         sequence = self._waiting.pop(request_id) or self._running.get(request_id)
         if sequence is None:
@@ -410,6 +410,6 @@ class Engine:
         self._pool.forget(self._batch.pages(sequence.row).tolist())
         return self._fail(sequence.request.id, "its logits are not finite")
 
-    def _fail(self, request_id: RequestId, reason: str) -> TokenDelta:
+    def _fail(self, request_id: str, reason: str) -> TokenDelta:
         self.cancel(request_id)
         return TokenDelta(request_id, (), finish_reason="error", error=reason)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
 from gimbal_jax.serving.core.core import EngineCore, TickNews
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams, TokenDelta
+from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenDelta
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 
@@ -33,14 +33,14 @@ class Outputs:
         self.all += news.outputs
 
     @property
-    def bound(self) -> list[tuple[float, RequestId, int | None]]:
+    def bound(self) -> list[tuple[float, str, int | None]]:
         """(time, request id, engine) of each decision of the central queue."""
         return [(news.now, name, decision.engine) for news in self.news for name, decision in news.bound]
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.all if output.request_id == name for token in output.token_ids]
 
-    def ends(self) -> dict[RequestId, tuple[str, str]]:
+    def ends(self) -> dict[str, tuple[str, str]]:
         """Return (finish reason, error) of each request that ended."""
         return {o.request_id: (o.finish_reason, o.error) for o in self.all if o.finish_reason is not None}
 

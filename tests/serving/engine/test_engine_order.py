@@ -6,12 +6,11 @@ import pytest
 
 from gimbal_jax.config import QueueConfig
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.request import RequestId
 from tests.serving.engine.paged_model import PagedModel, request
 from tests.serving.engine.stepped_engine import CONFIG, FCFS, HRRN, PRIORITY, SJF, run, schedule, step
 
 
-def three_prompts(queue: QueueConfig, now: float) -> list[tuple[RequestId, int]]:
+def three_prompts(queue: QueueConfig, now: float) -> list[tuple[str, int]]:
     engine = Engine(0, CONFIG, queue)
     for i, length in enumerate((20, 3, 9), 1):
         engine.add(request("abc"[i - 1], length, arrival=float(i), sequence=i))
