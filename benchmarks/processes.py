@@ -2,11 +2,12 @@
 
     python -m benchmarks.processes [--rounds 3] [--model FOLDER] [--no-losses]
 
-Serves the demo model on four virtual CPU devices: as one process with four, two with two, and four with one. Each
-server gets the same greedy requests, streamed while the client asks for placement decisions, and then drains.
-Processes share the host's cores, and collectives between them use loopback: the ratio of step times is the cost of
-processes and gloo here, not of a network of GPUs. Then a follower, a leader and a follower again are killed under load,
-and the server restarts each time.
+The demo model runs on four virtual CPU devices: one process with four, two with two, and four with one. Each server
+gets the same greedy requests, streamed while the client asks for placement decisions, and then drains.
+
+Processes share the host's cores, and collectives between them use loopback. The ratio of step times is therefore the
+cost of processes and gloo on this host, not of a network of GPUs. Afterwards a follower, a leader and a follower again
+are killed under load, each in a new server.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ COMMANDS = re.compile(r"([\d,]+) commands .*: ([\d,]+) bytes, ([\d,]+) us")
 
 @dataclass(frozen=True)
 class Result:
-    """One life of a server."""
+    """Results of one run of a server, from its start to its drain."""
 
     answers: list[list[int]]
     step_ms: float
-    """Milliseconds per step under load, by the clock."""
+    """Wall-clock milliseconds per step under load."""
     experts_moved: int
     conserved: bool
-    """Whether the tokens counted are those computed, times experts per token, in every layer and source."""
+    """Whether expert counts equal computed tokens times experts per token, in every layer and source."""
     compiles: int
     command: tuple[int, int] | None
     """Bytes of a command to one follower, and microseconds of a command to all. None without followers."""
@@ -72,7 +73,7 @@ class Group:
 
 @contextlib.asynccontextmanager
 async def served(model: Path, processes: int, devices: int, *options: str) -> AsyncIterator[Group]:
-    """A server that serves, killed at the end. The output of its processes goes to files in ``OUT``."""
+    """Start a server, yield it once it serves, and kill it on exit. Its processes write their output to ``OUT``."""
     port = free_port()
     gimbal = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), *MESH, "--devices", f"cpu:{devices}"]
     gimbal += ["--port", str(port), "--compile-cache", str(OUT / "compiled"), *options]
@@ -97,7 +98,7 @@ async def served(model: Path, processes: int, devices: int, *options: str) -> As
 
 
 async def exit_codes(group: Group) -> list[int | None]:
-    """Return the exit codes when all have ended, or when ``END_S`` is over."""
+    """Wait at most ``END_S`` seconds for all processes, and return their exit codes; None if still running."""
     deadline = time.monotonic() + END_S
     while None in (codes := [process.poll() for process in group.running]) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
@@ -131,7 +132,7 @@ async def one_life(model: Path, processes: int, devices: int) -> Result:
             status, counts_LSE = await client.status(), await client.counts("total")
         group.running[0].send_signal(signal.SIGTERM)
         if any(codes := await exit_codes(group)):
-            raise ChildProcessError(f"a drain ended with {codes}: see {OUT}")
+            raise ChildProcessError(f"exit codes {codes} after a drain: must all be 0. See the logs in {OUT}")
     wanted_S = np.array([engine.tokens_computed for engine in status.engines]) * config.experts_per_token
     cost = COMMANDS.search(group.logs[0].read_text())
     return Result(
@@ -210,8 +211,8 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Lives of each shape, in turn.")] = 3,
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder. The default is the demo model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each shape.")] = 3,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; default: the demo model.")] = None,
     losses: Annotated[bool, typer.Option(help="Also kill a follower, then a leader, under load.")] = True,
 ) -> None:
     """Print a table in Markdown. Exit with 1 if tokens differ, counts are lost or a program was compiled."""
@@ -230,8 +231,8 @@ def main(
         rows = [asyncio.run(one_loss(model, index)) for index in (1, 0, 1)]
         columns = (
             "killed",
-            "streams that ended well",
-            "others",
+            "completed streams",
+            "failed streams",
             "streams ended after, s",
             "ended after, s",
             "exit code of the other",

@@ -1,10 +1,10 @@
 """The paper's ablation (figure 12) on the real server, small: two engines on two CPU devices of one thread each.
 
 Every run replays a resampled trace, in this process, on one compiled runner: dp 2, tp 1, the padded sparse exchange.
-Of the model's time most goes to its experts, so the fuller rank sets the pace. Each pair of load and seed has requests
-of its own, and the systems take turns on them, another one first each time, so that drift of the machine meets all
-alike. Windows are short, and the first one is as long as the others: a run is only some hundred steps.
-Finished runs are kept in out/ablation_cpu.jsonl and not run again.
+The model spends most time in its experts, so the fuller rank sets the pace. Each pair of load and seed has its own
+requests. The systems alternate on them, and each pair begins with another system, so that drift of the machine affects
+all systems alike. Windows are short, because a run has only some hundred steps. Finished runs are kept in
+out/ablation_cpu.jsonl and not run again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class CapacityRun:
-    """A closed loop on static experts, which tells how many requests per second the server can take."""
+    """A closed loop on static experts, which measures how many requests per second the server can answer."""
 
     clients: int
     seconds: float
@@ -102,7 +102,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=1, help="Of arrivals in each run.")] = 20.0,
     results: Annotated[Path, typer.Option(help="File that keeps finished runs.")] = OUT / "ablation_cpu.jsonl",
 ) -> None:
-    """Normalised TTFT and TPOT of the five systems of the ablation, on the real server."""
+    """Measure normalised TTFT and TPOT of the five systems of the ablation on the real server."""
     use_cpu_devices()
     store = ResultStore(results)
     columns = (
@@ -134,7 +134,7 @@ def main(
 
 
 def plan_runs(loads: Sequence[float], seeds: int, seconds: float, capacity: float) -> list[AblationRun]:
-    """All runs: within each pair of load and seed every system, another one first each time."""
+    """Return all runs: every system for each pair of load and seed, beginning with another one for each pair."""
     runs = []
     for pair, (seed, load) in enumerate(product(range(seeds), loads)):
         first = pair % len(ABLATION)
@@ -144,7 +144,7 @@ def plan_runs(loads: Sequence[float], seeds: int, seconds: float, capacity: floa
 
 
 def missing(store: ResultStore, runs: Sequence[AblationRun], advance: Callable[[], None]) -> Iterator[AblationRun]:
-    """Those that are not there yet, one by one; ``advance`` is called after each of all."""
+    """Yield the runs that the store lacks. Call ``advance`` after each run, finished before or now."""
     for run in runs:
         if run not in store:
             yield run
@@ -158,7 +158,7 @@ def arrivals_of(model: ModelConfig, requests: int, requests_per_s: float, seed: 
 
 
 def measured_capacity(model: ModelConfig, runner: TimedRunner, run: CapacityRun) -> float:
-    """Requests per second that the server answers when many clients never let it rest."""
+    """Return the requests per second that the server answers if many clients keep it busy."""
     encode, rng = demo_encode(), np.random.default_rng(0)
     calls = [call_of(arrival, encode, rng) for arrival in arrivals_of(model, 1000, 1.0, seed=10**6)]
     with running(EngineCore(model, BASE, runner)) as server:
@@ -166,7 +166,7 @@ def measured_capacity(model: ModelConfig, runner: TimedRunner, run: CapacityRun)
 
 
 def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[str, Any]:
-    """Serve a run's requests from the contiguous placement on: what clients saw and what the experts did."""
+    """Serve a run's requests, starting from contiguous experts. Return what clients and experts did."""
     config = server_config(SYSTEMS[run.system], run.window_steps)
     ranks, encode = config.mesh.ranks, demo_encode()
     seed = run.seed * len(LOADS) + LOADS.index(run.load)
@@ -201,7 +201,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
 
 
 def server_config(system: System, window_steps: int) -> ServerConfig:
-    """A system on this testbed, with short windows. Where it stops the engines to move experts, all move at once."""
+    """Return a configuration with short windows. If the system stops its engines for moves, they move together."""
     placement = replace(system.placement, window_steps=window_steps)
     if system.migration == "blocking":
         placement = replace(placement, migrate_bytes_per_tick=2**63)
@@ -209,7 +209,7 @@ def server_config(system: System, window_steps: int) -> ServerConfig:
 
 
 def compared(store: ResultStore, runs: Sequence[AblationRun], system: str) -> tuple[Estimate, Estimate]:
-    """TTFT and TPOT over vLLM's on the same requests: means with bootstrap intervals over pairs of load and seed."""
+    """Return TTFT and TPOT over vLLM's on the same requests: means with intervals over pairs of load and seed."""
     ttft, tpot = [], []
     for run in runs:
         if run.system == system:
@@ -220,7 +220,7 @@ def compared(store: ResultStore, runs: Sequence[AblationRun], system: str) -> tu
 
 
 def table(store: ResultStore, runs: Sequence[AblationRun], normalised: dict[str, tuple[Estimate, Estimate]]) -> Table:
-    """A row for each system."""
+    """Return a table with a row for each system."""
     result = Table(title="Real server, 2 CPU devices: means over vllm's, 95 % intervals", box=box.SIMPLE)
     for name in ("system", "TTFT", "TPOT", "step\n(ms)", "imbal-\nance", "moved"):
         result.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
@@ -242,7 +242,7 @@ def interval(found: Estimate) -> str:
 
 
 def draw(normalised: dict[str, tuple[Estimate, Estimate]], path: Path) -> None:
-    """Bars as in the paper's figure 12, with its own values as dashes."""
+    """Draw bars as in the paper's figure 12, with the paper's values as dashes."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     for axes, measure, name in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("TTFT", "TPOT"), strict=True):
         for place, (system, estimates) in enumerate(normalised.items()):

@@ -1,18 +1,17 @@
-"""What it costs to collect the source-by-expert matrix (figure 13), on this CPU.
+"""The cost of collecting the source-by-expert matrix (figure 13), on this CPU.
 
     none      nothing is collected
-    separate  a pass of its own after routing maps every chosen slot back to its expert and sums one-hot rows
+    separate  another pass after routing maps every chosen slot back to its expert and sums one-hot rows
     fused     ours: routing counts as it goes
 
-once for the routing operation alone, with the router's shape of Qwen3-30B-A3B, and once for the whole step of the demo
-model. The exchange needs every pair's place among those of its slot, and the step the counts per slot, whether anything
-is collected or not; ``slots`` (operation only) leaves out even that. All variants take turns. What a GPU takes:
-``device_check.py``.
+Measured for the routing operation alone, with the router's shape of Qwen3-30B-A3B, and for the whole step of the demo
+model. The exchange needs the position of every pair among those of its slot, and the step needs the counts per slot,
+with or without collection; ``slots`` (operation only) leaves out even that. All variants take turns.
+``python -m benchmarks.device.check`` measures it on a GPU.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,11 +27,11 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.device.timing import Timed, time_together
 from benchmarks.plans import greedy_rows
+from gimbal_jax.cli.terminal import console, print_table
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.model import transformer
 from gimbal_jax.model.inputs import RareInputs, StepShape, step_shape
@@ -44,9 +43,10 @@ from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.runtime.batch import default_rare_inputs, pack_step
 from research.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
+from research.plots import plain
 
 EXPERTS, K = 128, 8
-"""Of Qwen3-30B-A3B."""
+"""Experts and choices of Qwen3-30B-A3B."""
 TOKENS = 64, 512, 2048
 STEPS = {"decode": (32, 0), "prefill": (8, 248)}
 """Decode rows and prefill tokens of each engine."""
@@ -56,26 +56,23 @@ COLOURS = {"slots": "#97bbf5", "none": "#4269d0", "separate": "#ff725c", "fused"
 Medians = Mapping[str, float]
 """Microseconds by variant."""
 
-console = Console()
-
 
 def main(
-    samples: Annotated[int, typer.Option(min=3, help="Of each variant and size.")] = 30,
+    samples: Annotated[int, typer.Option(min=3, help="Samples of each variant and size.")] = 30,
 ) -> None:
-    """Latency of routing and of a step, by how the matrix is collected."""
+    """Measure the latency of routing and of a step, by how the matrix is collected."""
     use_cpu_devices()
     operations = {f"{tokens} tokens": time_operation(tokens, samples) for tokens in TOKENS}
     steps = time_steps(samples)
-    console.print(table("Routing operation", operations))
-    console.print(table("Whole step of the demo model", steps))
-    found = {"unit": "median microseconds", "routing": operations, "step": steps}
-    (OUT / "collection_overhead.json").write_text(json.dumps(found, indent=1))
-    draw({"Routing operation": operations, "Whole step of the demo model": steps}, OUT / "fig13_collection.png")
-    console.print(f"picture: {OUT / 'fig13_collection.png'}, numbers: {OUT / 'collection_overhead.json'}")
+    found = {"Routing operation": operations, "Whole step of the demo model": steps}
+    for title, medians in found.items():
+        print_table(table(title, medians))
+    draw(found, OUT / "fig13_collection.png")
+    console.print(f"picture: {OUT / 'fig13_collection.png'}")
 
 
 def count_in_a_pass(slot_Tk: jax.Array, slot_of_expert_E: jax.Array) -> jax.Array:
-    """Tokens that chose each expert, from their slots: what a collector outside of the routing does."""
+    """Count the tokens of each expert from their slots, as a collector outside of the routing does."""
     slot_Tk = jax.lax.optimization_barrier(slot_Tk)  # or XLA would make one pass of both
     experts = len(slot_of_expert_E)
     expert_of_slot_P = jnp.zeros(experts, jnp.int32).at[slot_of_expert_E].set(jnp.arange(experts))
@@ -108,7 +105,7 @@ def time_operation(tokens: int, samples: int) -> Medians:
 
 
 class SeparatePass:
-    """Stands for routing and exchange in a model: the exchange gets its counts, others count once more."""
+    """Routing and exchange of a model whose counts come from another pass; the exchange uses those of the routing."""
 
     def route(self, logits_TE: jax.Array, valid_T: jax.Array, slot_of_expert_E: jax.Array, **how: Any) -> Routing:
         self._routing = route_and_count(logits_TE, valid_T, slot_of_expert_E, **how)
@@ -158,7 +155,7 @@ def compiled(run: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
 
 
 def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInputs) -> tuple[StepShape, np.ndarray]:
-    """A step with so many decode rows and prefill tokens on every engine."""
+    """Return a step with ``rows`` decode rows and ``tokens`` prefill tokens on every engine."""
     rng, sampling = np.random.default_rng(0), SamplingParams(1, temperature=0.0)
 
     def token_ids(count: int) -> np.ndarray:
@@ -174,11 +171,11 @@ def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInput
 
 
 def table(title: str, found: Mapping[str, Medians]) -> Table:
-    """Microseconds by size and variant, and over those without collection."""
+    """Return the microseconds by size and variant, also relative to those without collection."""
     result = Table(title=f"{title}: median us (over none)")
     variants = list(next(iter(found.values())))
     for name in ("size", *variants):
-        result.add_column(name, justify="left" if name == "size" else "right", no_wrap=True)
+        result.add_column(name, justify="right")
     for size, medians in found.items():
         cells = (f"{medians[name]:,.0f} ({medians[name] / medians['none']:.2f})" for name in variants)
         result.add_row(size, *cells)
@@ -186,7 +183,7 @@ def table(title: str, found: Mapping[str, Medians]) -> Table:
 
 
 def draw(parts: Mapping[str, Mapping[str, Medians]], path: Path) -> None:
-    """Bars of each variant over ``none``, a group for each size."""
+    """Draw bars of each variant relative to ``none``, one group per size."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     width = 0.8 / len(COLOURS)
     for axes, (title, found) in zip(figure.subplots(1, len(parts)), parts.items(), strict=True):
@@ -198,7 +195,7 @@ def draw(parts: Mapping[str, Mapping[str, Medians]], path: Path) -> None:
                     axes.bar_label(bar, [f"{medians[variant]:,.0f}"], fontsize=7)
         axes.set_xticks(range(len(found)), list(found))
         axes.set_title(f"{title} (labels: microseconds)", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
         axes.set_ylabel("latency over none")
     handles = [Patch(color=colour, label=variant) for variant, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

@@ -1,6 +1,6 @@
-"""Prints the tables of research/results.md, from what ``python -m research.reproduce`` found.
+"""Print the tables of research/results.md from the results of ``python -m research.reproduce``.
 
-``--write`` puts them into the document, between the comments that are there.
+``--write`` writes them into the document, between the comments with their names.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DOCUMENT = Path(__file__).with_name("results.md")
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = OUT,
-    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds that the results have.")] = Scope.seeds,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each run that the results have.")] = Scope.requests,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the results.")] = Scope.seeds,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run of the results.")] = Scope.requests,
     small: Annotated[bool, typer.Option("--quick", help="Show the results of `research.reproduce --quick`.")] = False,
-    write: Annotated[bool, typer.Option(help=f"Write them into {DOCUMENT.name} instead.")] = False,
+    write: Annotated[bool, typer.Option(help=f"Write the tables into {DOCUMENT.name} instead.")] = False,
 ) -> None:
     """Print all tables as Markdown."""
     scope = Scope(requests, seeds)

@@ -1,312 +1,278 @@
-"""How far each part scales: `python -m research.scale`, from 2 to 64 engines and from 4 to 256 GPUs.
+"""How far each part scales, from 2 to 64 engines and from 4 to 256 GPUs.
 
-Measured on this machine: time per dispatch (least of repeats), CPU time of placement decisions and of the simulator.
-Simulated: what a placement makes of the next window of synthetic traffic, and whole runs with measured H100 kernels.
-Every record goes to scale.jsonl in the folder of --out at once; the picture is scale.png. With --long it only runs
-many requests on 32 engines, for each trace, into long.jsonl.
+Measured on one core: time per dispatch, CPU time of placement decisions and of the simulator. Simulated: what a
+placement does to the next window of synthetic traffic, and whole runs with measured H100 kernels. Every record is
+written to out/scale.jsonl when it is done; with ``--long``, only many requests on 32 engines, to out/long.jsonl.
+
+Axes: L MoE layers, S sources (DP engines), E experts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import report_errors
-from gimbal_jax.config import PlacementConfig
+from benchmarks.scheduler import bind_late, dispatch, microseconds
+from gimbal_jax.cli.terminal import console, print_table
+from gimbal_jax.config import DispatchPolicy, MeshConfig, PlacementConfig, PlacementPolicy
+from gimbal_jax.model.hf_config import PRESETS
+from gimbal_jax.model.sizes import expert_bytes
+from gimbal_jax.scheduler.migration import migration_between, plan_rounds
+from gimbal_jax.scheduler.placement import propose, static_placement
+from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
+from gimbal_jax.simulation.routing import Router, RoutingConfig, synthetic_router
 from gimbal_jax.simulation.scenario import MODEL as RUN_MODEL
-from gimbal_jax.simulation.systems import SYSTEMS
-from gimbal_jax.simulation.workload import Trace
-from research.scale_parts import (
-    DISPATCH,
-    MODEL,
-    PERSISTENCE,
-    PLACEMENT,
-    SIZES,
-    Record,
-    Size,
-    dispatch_records,
-    growth,
-    placement_record,
-    run_record,
-    size_where_full,
-)
+from gimbal_jax.simulation.scenario import Scenario, scenario_router, simulate_scenario
+from gimbal_jax.simulation.workload import Trace, WorkloadConfig
 
 OUT = Path(__file__).resolve().parents[1] / "out"
+DISPATCH: tuple[DispatchPolicy, ...] = ("gimbal", "late", "vllm_classic")
+PLACEMENT: tuple[PlacementPolicy, ...] = ("eplb", "gimbal", "gimbal_refined")
+PERSISTENCE = (0.0, 0.8)
+MODEL = PRESETS["Qwen3-235B-A22B"]
+"""Model whose layers, experts and bytes placement is measured with."""
+GPUS_PER_NODE = 8
+WINDOW_REQUESTS = 32
+"""Requests of each source in a window, of two blocks of tokens each."""
+RATE = 4.0
+"""Requests per second of each engine."""
+REPEATS = 15
+
+Record = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Record], str]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A mesh. If it has more ranks than the model has experts, placement is measured with one expert per rank."""
+
+    sources: int
+    ranks: int
+
+    @property
+    def experts(self) -> int:
+        return max(MODEL.num_experts, self.ranks)
+
+    @property
+    def mesh(self) -> MeshConfig:
+        return MeshConfig(dp=self.sources, tp=self.ranks // self.sources)
+
+
+SIZES = tuple(Size(*pair) for pair in ((2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 128), (64, 256)))
 LONG_SIZE = Size(32, 64)
 LONG_RATE: dict[Trace, float] = {"azure-conv": 4.0, "azure-code": 3.0}
-"""Requests per second for each engine; more of them, and requests wait for seconds."""
-console = Console()
+"""Requests per second of each engine; at a higher rate requests wait for seconds."""
 
 
-@contextmanager
-def lines_to(path: Path) -> Iterator[Callable[[Record], Record]]:
-    """Gives a function that writes a record as a line, and hands it back."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-
-        def write(record: Record) -> Record:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            return record
-
-        yield write
-
-
-def sweep(
-    sizes: Sequence[Size], system: str, requests: int, rate: float, repeats: int, seed: int, path: Path
-) -> list[Record]:
-    """Measure all parts at all sizes."""
-    sources = sorted({size.sources for size in sizes})
-    records: list[Record] = []
-    with lines_to(path) as write, Progress(console=console) as progress:
-        task = progress.add_task("dispatch", total=repeats * len(DISPATCH) * len(sources))
-        records += map(write, dispatch_records(sources, repeats, partial(progress.advance, task)))
-        task = progress.add_task("placement", total=len(PERSISTENCE) * len(sizes) * len(PLACEMENT))
-        for persistence in PERSISTENCE:
-            for size in sizes:
-                for placement in PLACEMENT:
-                    records.append(write(placement_record(placement, size, persistence, seed)))
-                    progress.advance(task)
-        runs = [size for size in sizes if size.ranks <= RUN_MODEL.num_experts]
-        task = progress.add_task("runs", total=sum(requests * size.sources for size in runs))
-        for size in runs:
-            count = requests * size.sources
-            advance = partial(progress.advance, task)
-            records.append(write(run_record(system, size, "azure-conv", count, rate * size.sources, seed, advance)))
-    return records
+def sweep(sizes: Sequence[Size], requests: int, repeats: int = REPEATS) -> Iterator[Record]:
+    """Measure all parts at all sizes. Runs have ``requests`` per engine, and at most as many ranks as experts."""
+    for policy in DISPATCH:
+        for sources in sorted({size.sources for size in sizes}):
+            yield dispatch_record(policy, sources, repeats)
+    for persistence in PERSISTENCE:
+        for size in sizes:
+            yield from (placement_record(policy, size, persistence) for policy in PLACEMENT)
+    for size in sizes:
+        if size.ranks <= RUN_MODEL.num_experts:
+            yield run_record(size, "azure-conv", requests * size.sources, RATE * size.sources)
 
 
-def long_runs(system: str, requests: int, seed: int, path: Path) -> list[Record]:
-    """One run for each trace."""
-    records = []
-    with lines_to(path) as write, Progress(console=console) as progress:
-        for lengths, rate in LONG_RATE.items():
-            task = progress.add_task(lengths, total=requests)
-            advance = partial(progress.advance, task)
-            total_rate = rate * LONG_SIZE.sources
-            done = run_record(system, LONG_SIZE, lengths, requests, total_rate, seed, advance)
-            records.append(write(done))
-    return records
+def dispatch_record(policy: DispatchPolicy, sources: int, repeats: int) -> Record:
+    """Time one request from its dispatch to its end; under late binding, one of as many as there are engines."""
+    late = policy == "late"
+    us = microseconds(bind_late(sources, sources) if late else dispatch(policy, sources), repeats)
+    return {"part": "dispatch", "policy": policy, "sources": sources, "us": us / sources if late else us}
 
 
-def only(records: Sequence[Record], **wanted: object) -> list[Record]:
-    """Those with these values."""
-    return [record for record in records if all(record.get(name) == value for name, value in wanted.items())]
+def placement_record(policy: PlacementPolicy, size: Size, persistence: float, seed: int = 0) -> Record:
+    """Decide from one window, from contiguous experts, and measure the next window under the decision."""
+    router = _router(size.experts, persistence, seed)
+    rng = np.random.default_rng(seed)
+    window_LSE, next_LSE = (window_counts(router, size.sources, rng) for _ in range(2))
+    config = PlacementConfig(policy)
+    old_LE = static_placement(router.layers, router.experts, size.ranks)
+    began = time.process_time()
+    proposal = propose(window_LSE, old_LE, size.mesh, config)
+    ms = 1e3 * (time.process_time() - began)
+    new_LE = proposal.slot_of_expert_LE if proposal.apply else old_LE
+    rounds_L = [len(plan_rounds(*pair, size.ranks, config.rows_per_pair)) for pair in zip(old_LE, new_LE, strict=True)]
+    return {
+        "part": "placement",
+        "policy": policy,
+        "sources": size.sources,
+        "ranks": size.ranks,
+        "experts": size.experts,
+        "persistence": persistence,
+        "ms": ms,
+        "imbalance_before": float(imbalance_L(next_LSE, old_LE, size.ranks).mean()),
+        "imbalance_after": float(imbalance_L(next_LSE, new_LE, size.ranks).mean()),
+        "hottest_expert": hottest_expert(next_LSE, size.ranks),
+        "remote_before": remote_share(next_LSE, old_LE, size.ranks),
+        "remote_after": remote_share(next_LSE, new_LE, size.ranks),
+        "moved": proposal.experts_moved if proposal.apply else 0,
+        "bytes": migration_between(old_LE, new_LE, size.ranks).sent_bytes(expert_bytes(MODEL)),
+        "rounds": sum(rounds_L),
+    }
 
 
-def column(records: Sequence[Record], name: str) -> list[float]:
-    return [record[name] for record in records]
+def hottest_expert(counts_LSE: np.ndarray, ranks: int) -> float:
+    """Return the load of the hottest expert over the mean rank's, as a mean over layers: the floor of any placement."""
+    load_LE = counts_LSE.sum(axis=1)
+    return float((load_LE.max(axis=1) * ranks / load_LE.sum(axis=1)).mean())
+
+
+def window_counts(router: Router, sources: int, rng: np.random.Generator) -> np.ndarray:
+    """Return expert tokens [L, S, E] of ``WINDOW_REQUESTS`` prompts of each source."""
+    counts_LSE = np.zeros((router.layers, sources, router.experts), np.int64)
+    for source in range(sources):
+        for topic in router.draw_topics([0.0] * WINDOW_REQUESTS, rng):
+            profile = router.profile(router.prompt_token(topic), source, 0.0)
+            counts_LSE[:, source] += router.count_blocks(profile, 2, rng)
+    return counts_LSE
+
+
+@lru_cache(maxsize=2)
+def _router(experts: int, persistence: float, seed: int) -> Router:
+    routing = RoutingConfig(persistence=persistence)
+    return synthetic_router(routing, len(MODEL.moe_layers), experts, MODEL.experts_per_token, seed)
+
+
+def run_record(size: Size, lengths: Trace, requests: int, rate: float) -> Record:
+    """Simulate Qwen3-30B-A3B under gimbal on H100s, at ``rate`` requests per second in all."""
+    mesh = replace(size.mesh, nodes=max(1, size.ranks // GPUS_PER_NODE))
+    scenario = Scenario(workload=WorkloadConfig(lengths, requests, rate), mesh=mesh)
+    scenario_router(scenario)  # the router is cached, so its making is not a part of the run
+    began = time.process_time()
+    run = simulate_scenario(scenario)
+    cpu_s = time.process_time() - began
+    return {
+        "part": "run",
+        "lengths": lengths,
+        "sources": size.sources,
+        "requests": requests,
+        "cpu_s": cpu_s,
+        "requests_per_cpu_s": requests / cpu_s,
+        "steps": run.steps,
+        "cpu_ms_per_step": 1e3 * cpu_s / run.steps,
+        "cpu_us_per_output_token": 1e6 * cpu_s / sum(m.output_tokens for m in run.requests),
+        "step_ms": 1e3 * sum(run.parts.values()) / run.steps,
+        "ttft_mean_s": run.clients.ttft_mean_s,
+    }
+
+
+def growth(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the exponent a of values ~ sizes ** a, fitted to the largest four sizes."""
+    return float(np.polyfit(np.log(sizes[-4:]), np.log(values[-4:]), 1)[0])
+
+
+def size_where_full(size: float, us: float, exponent: float, rate: float) -> float:
+    """Return the number of engines at which one thread only dispatches.
+
+    ``us`` is the time of a dispatch at ``size`` engines, growing by ``exponent``; ``rate`` is that of each engine.
+    """
+    return size * (1e6 / (us * rate * size)) ** (1 / (1 + exponent))
+
+
+PLACEMENT_COLUMNS: Columns = {
+    "engines x GPUs": lambda r: f"{r['sources']} x {r['ranks'] // r['sources']}",
+    "experts": lambda r: f"{r['experts']}",
+    "policy": lambda r: r["policy"],
+    "persistence": lambda r: f"{r['persistence']:g}",
+    "ms": lambda r: f"{r['ms']:,.0f}",
+    "fullest / mean": lambda r: f"{r['imbalance_before']:.2f} > {r['imbalance_after']:.2f}",
+    "hottest expert": lambda r: f"{r['hottest_expert']:.2f}",
+    "remote": lambda r: f"{r['remote_before']:.1%} > {r['remote_after']:.1%}",
+    "moved": lambda r: f"{r['moved']:,}",
+    "GiB a GPU": lambda r: f"{r['bytes'] / 2**30 / r['ranks']:,.2f}",
+    "rounds": lambda r: f"{r['rounds']:,}",
+}
+RUN_COLUMNS: Columns = {
+    "trace": lambda r: r["lengths"],
+    "engines": lambda r: f"{r['sources']}",
+    "requests": lambda r: f"{r['requests']:,}",
+    "CPU s": lambda r: f"{r['cpu_s']:,.1f}",
+    "requests / CPU s": lambda r: f"{r['requests_per_cpu_s']:,.0f}",
+    "steps": lambda r: f"{r['steps']:,}",
+    "CPU ms a step": lambda r: f"{r['cpu_ms_per_step']:.2f}",
+    "CPU us a token": lambda r: f"{r['cpu_us_per_output_token']:.1f}",
+    "step, ms": lambda r: f"{r['step_ms']:.1f}",
+    "TTFT s": lambda r: f"{r['ttft_mean_s']:.2f}",
+}
 
 
 def tables(records: Sequence[Record]) -> Iterator[Table]:
-    sources = sorted({record["sources"] for record in only(records, part="dispatch")})
-    if sources:
-        table = Table("us per dispatch", *(f"{n} engines" for n in sources), title="Dispatch, measured")
-        for policy in DISPATCH:
-            found = only(records, part="dispatch", policy=policy)
-            table.add_row(policy, *(f"{us:.1f}" for us in column(found, "us")))
-        yield table
-    for persistence in PERSISTENCE:
-        found = only(records, part="placement", persistence=persistence)
-        if found:
-            yield _placement_table(found, persistence)
-    runs = only(records, part="run")
-    if runs:
-        yield _run_table(runs)
+    """Yield a table for each part that has records."""
+    of_part = {part: [r for r in records if r["part"] == part] for part in ("dispatch", "placement", "run")}
+    if found := of_part["dispatch"]:
+        yield dispatch_table(found)
+    if found := of_part["placement"]:
+        yield _table("Placement; gain in the next window", PLACEMENT_COLUMNS, found)
+        yield growth_table(found)
+    if found := of_part["run"]:
+        yield _table("Simulated runs of gimbal, one core", RUN_COLUMNS, found)
 
 
-def _placement_table(records: Sequence[Record], persistence: float) -> Table:
-    title = f"Placement of {len(MODEL.moe_layers)} layers, topic persistence {persistence:g}; gain in the next window"
-    table = Table("engines x GPUs", "experts", "policy", title=title)
-    for name in (
-        "ms",
-        "rounds, ms",
-        "fullest / mean",
-        "hottest expert",
-        "remote",
-        "moved",
-        "GiB in all",
-        "GiB a GPU",
-        "rounds",
-    ):
+def _table(title: str, columns: Columns, records: Iterable[Record]) -> Table:
+    table = Table(title=title)
+    for name in columns:
         table.add_column(name, justify="right")
     for record in records:
-        gib = record["bytes"] / 2**30
-        table.add_row(
-            f"{record['sources']} x {record['ranks'] // record['sources']}",
-            f"{record['experts']}",
-            record["policy"],
-            f"{record['ms']:,.0f}",
-            f"{record['rounds_ms']:,.0f}",
-            f"{record['imbalance_before']:.2f} > {record['imbalance_after']:.2f}",
-            f"{record['hottest_expert']:.2f}",
-            f"{record['remote_before']:.1%} > {record['remote_after']:.1%}",
-            f"{record['moved']:,}",
-            f"{gib:,.1f}",
-            f"{gib / record['ranks']:,.2f}",
-            f"{record['rounds']:,}",
-            end_section=record["policy"] == PLACEMENT[-1],
-        )
+        table.add_row(*(cell(record) for cell in columns.values()))
     return table
 
 
-def _run_table(records: Sequence[Record]) -> Table:
-    table = Table("trace", "engines", title=f"Simulated runs, {records[0]['system']}, one core")
-    for name in ("requests", "CPU s", "requests / CPU s", "steps", "ms a step", "us a token", "simulated s", "TTFT s"):
-        table.add_column(name, justify="right")
-    for record in records:
-        table.add_row(
-            record["lengths"],
-            f"{record['sources']}",
-            f"{record['requests']:,}",
-            f"{record['cpu_s']:,.1f}",
-            f"{record['requests_per_cpu_s']:,.0f}",
-            f"{record['steps']:,}",
-            f"{record['cpu_ms_per_step']:.2f}",
-            f"{record['cpu_us_per_output_token']:.1f}",
-            f"{record['simulated_s']:,.0f}",
-            f"{record['ttft_mean_s']:.2f}",
-        )
-    return table
-
-
-def closing_lines(records: Sequence[Record], rate: float) -> Iterator[str]:
-    """Where each part stops scaling, by what was measured."""
+def dispatch_table(records: Sequence[Record]) -> Table:
+    """Return the time of a dispatch at each size, its growth, and where one thread is full."""
+    sources = sorted({record["sources"] for record in records})
+    title = f"us per dispatch, and the engines at which one thread is full ({RATE:g} requests/s each)"
+    table = Table("policy", *(f"{n} engines" for n in sources), "engines^", "full at", title=title)
     for policy in DISPATCH:
-        found = only(records, part="dispatch", policy=policy)
-        sources, us = column(found, "sources"), column(found, "us")
+        us = [record["us"] for record in records if record["policy"] == policy]
         exponent = growth(sources, us)
-        full = size_where_full(sources[-1], us[-1], exponent, rate)
-        yield (
-            f"dispatch {policy}: {us[0]:.1f} us at {sources[0]} engines, {us[-1]:.1f} at {sources[-1]}, growing as "
-            f"engines^{exponent:.2f}; at {rate:g} requests/s for each engine one thread is full at {full:,.0f} engines"
-        )
-    runs = only(records, part="run")
-    window_s = 1e-3 * runs[-1]["step_ms"] * PlacementConfig().window_steps
-    for placement in PLACEMENT:
+        full = size_where_full(sources[-1], us[-1], exponent, RATE)
+        table.add_row(policy, *(f"{value:.1f}" for value in us), f"{exponent:.2f}", f"{full:,.0f}")
+    return table
+
+
+def growth_table(records: Sequence[Record]) -> Table:
+    """Return how decisions grow with the number of GPUs."""
+    table = Table("policy", "persistence", "smallest, ms", "largest, ms", "GPUs^", title="Growth of decisions")
+    for policy in PLACEMENT:
         for persistence in PERSISTENCE:
-            yield _placement_line(only(records, part="placement", policy=placement, persistence=persistence), window_s)
-    first, last = runs[0], runs[-1]
-    exponent = growth(column(runs, "sources"), column(runs, "cpu_ms_per_step"))
-    layers = len(RUN_MODEL.moe_layers)
-    choices = layers * RUN_MODEL.experts_per_token * last["tokens_per_step"]
-    yield (
-        f"simulator: {first['requests_per_cpu_s']:,.0f} requests per CPU second at {first['sources']} engines, "
-        f"{last['requests_per_cpu_s']:,.0f} at {last['sources']}; a step takes {first['cpu_ms_per_step']:.2f} and "
-        f"{last['cpu_ms_per_step']:.2f} ms, growing as engines^{exponent:.2f}: at {last['sources']} engines it is "
-        f"{last['tokens_per_step']:,.0f} tokens, {choices:,.0f} choices of experts to count, and "
-        f"{layers * last['sources'] * RUN_MODEL.num_experts:,} sums by (layer, source, expert)"
-    )
-    for size in SIZES:
-        if size.ranks > RUN_MODEL.num_experts:
-            yield f"no run on {size.ranks} GPUs: {RUN_MODEL.num_experts} experts cannot be split over them"
-
-
-def _placement_line(found: Sequence[Record], window_s: float) -> str:
-    ms = column(found, "ms")
-    evens = [r for r in found if r["imbalance_after"] < 0.99 * r["imbalance_before"]]
-    nearer = [r for r in found if r["remote_after"] < r["remote_before"] - 0.005]
-    first, last = found[0], found[-1]
-    return (
-        f"placement {first['policy']}, persistence {first['persistence']:g}: {ms[0]:,.0f} ms on {first['ranks']} GPUs, "
-        f"{ms[-1]:,.0f} on {last['ranks']}, growing as GPUs^{growth(column(found, 'ranks'), ms):.2f}: "
-        f"{ms[-1] / 1e3 / window_s:.0%} of a window of {window_s:.1f} s; evens loads {_up_to(evens)}, brings tokens "
-        f"nearer {_up_to(nearer)}; on {last['ranks']} the hottest expert alone is {last['hottest_expert']:.2f} x mean"
-    )
-
-
-def _up_to(records: Sequence[Record]) -> str:
-    if not records:
-        return "nowhere"
-    last = records[-1]
-    return f"up to {last['ranks']} GPUs ({last['experts'] // last['ranks']} experts on each)"
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Six panels over size: times above, what comes of them below."""
-    figure = Figure(figsize=(14, 7.5), layout="constrained")
-    (dispatch, decision, speed), (even, near, moved) = figure.subplots(2, 3)
-    for policy in DISPATCH:
-        found = only(records, part="dispatch", policy=policy)
-        dispatch.plot(column(found, "sources"), column(found, "us"), "o-", label=policy)
-    for placement, colour in zip(PLACEMENT, ("#4269d0", "#efb118", "#ff725c"), strict=True):
-        for persistence, style in zip(PERSISTENCE, ("--", "-"), strict=True):
-            found = only(records, part="placement", policy=placement, persistence=persistence)
-            ranks, label = column(found, "ranks"), f"{placement}, {persistence:g}"
-            kind = {"color": colour, "linestyle": style, "marker": "o", "label": label}
-            decision.plot(ranks, column(found, "ms"), **kind)
-            even.plot(ranks, column(found, "imbalance_after"), **kind)
-            near.plot(ranks, column(found, "remote_after"), **kind)
-            moved.plot(ranks, [r["bytes"] / r["ranks"] / 2**30 for r in found], **kind)
-    for persistence, style in zip(PERSISTENCE, ("--", "-"), strict=True):
-        found = only(records, part="placement", policy=PLACEMENT[0], persistence=persistence)
-        label, kind = f"contiguous, {persistence:g}", {"color": "#444444", "linestyle": style}
-        even.plot(column(found, "ranks"), column(found, "imbalance_before"), label=label, **kind)
-        near.plot(column(found, "ranks"), column(found, "remote_before"), label=label, **kind)
-    runs = only(records, part="run")
-    speed.plot(column(runs, "sources"), column(runs, "requests_per_cpu_s"), "o-", label=f"{runs[0]['system']}")
-    _finish(dispatch, "dispatch (measured)", "engines", "us per request")
-    _finish(decision, "placement decision (measured); policy, persistence", "GPUs", "CPU ms")
-    _finish(speed, "simulator (measured)", "engines", "simulated requests per CPU second")
-    _finish(even, "next window: fullest rank / mean (simulated)", "GPUs", "mean over layers")
-    _finish(near, "next window: remote share (simulated)", "GPUs", "share of expert tokens")
-    _finish(moved, "weights that move for it (computed)", "GPUs", "GiB a GPU")
-    for axes in (dispatch, decision):
-        axes.set_yscale("log")
-    figure.savefig(path, dpi=130)
-
-
-def _finish(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
+            found = [r for r in records if (r["policy"], r["persistence"]) == (policy, persistence)]
+            ms = [r["ms"] for r in found]
+            exponent = growth([r["ranks"] for r in found], ms)
+            table.add_row(policy, f"{persistence:g}", f"{ms[0]:,.0f}", f"{ms[-1]:,.0f}", f"{exponent:.2f}")
+    return table
 
 
 def main(
-    largest: Annotated[int, typer.Option(min=32, help="GPUs of the largest size of the sweep.")] = 256,
-    requests: Annotated[int, typer.Option(min=1, help="Simulated requests for each engine; with --long in all.")] = 50,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second for each engine.")] = 4.0,
-    system: Annotated[
-        str, typer.Option(help="System of the runs, by its name in gimbal_jax.simulation.systems.")
-    ] = "gimbal",
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each dispatch measurement.")] = 15,
-    long: Annotated[bool, typer.Option(help="Instead: --requests on 32 engines, for each trace.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for records and picture.")] = OUT,
+    requests: Annotated[int, typer.Option(min=1, help="Simulated requests per engine; with --long in all.")] = 50,
+    long: Annotated[bool, typer.Option(help="Only simulate --requests on 32 engines, per trace.")] = False,
 ) -> None:
-    """Sweep engines and GPUs, and say where each part stops scaling."""
-    with report_errors():
-        if system not in SYSTEMS:
-            raise ValueError(f"system must be one of {', '.join(SYSTEMS)}, not {system}")
-        if long:
-            records = long_runs(system, requests, seed, out / "long.jsonl")
-        else:
-            sizes = [size for size in SIZES if size.ranks <= largest]
-            records = sweep(sizes, system, requests, rate, repeats, seed, out / "scale.jsonl")
-    wide = Console(width=170)
+    """Sweep engines and GPUs."""
+    OUT.mkdir(exist_ok=True)
+    path = OUT / ("long.jsonl" if long else "scale.jsonl")
+    long_runs = (run_record(LONG_SIZE, name, requests, rate * LONG_SIZE.sources) for name, rate in LONG_RATE.items())
+    records = []
+    with path.open("w") as file:
+        for record in long_runs if long else sweep(SIZES, requests):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            records.append(record)
+            console.print(" ".join(str(record.get(key, "")) for key in ("part", "policy", "sources", "ranks")).strip())
     for table in tables(records):
-        wide.print(table)
-    if not long:
-        for line in closing_lines(records, rate):
-            console.print(line, highlight=False, soft_wrap=True)
-        draw(records, out / "scale.png")
-    console.print(f"wrote {out}")
+        print_table(table)
+    console.print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A runner that notes what each step computed, how long it took, and where tokens were routed."""
+"""A runner that records the work and the duration of each step, and the routing of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from research.measured_costs import MeasuredStep
 
 
 class TimedRunner:
-    """Another ``Runner``, watched, and made to wait for each step before the next one: else they have no time each."""
+    """A ``Runner`` around another one that records its steps. It runs no step ahead, so each has its own duration."""
 
     ahead = 0
 
@@ -25,7 +25,7 @@ class TimedRunner:
         self.expert_bytes = runner.expert_bytes
         self._runner, self._clock = runner, clock
         self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
-        """What was computed, from when to when."""
+        """Work of each step, its start and its end."""
         self._traffic: list[Traffic] = []
 
     @property
@@ -60,7 +60,7 @@ class TimedRunner:
         return self._runner.compiles_after_warmup()
 
     def take_steps(self) -> list[MeasuredStep]:
-        """The steps since the last call, but the last one: what came after it is not known."""
+        """Return the steps since the last call except the last one, because its time to the next step is unknown."""
         steps, self._steps = self._steps, []
         return [
             MeasuredStep(work, ended - began, next_began - ended)
@@ -68,6 +68,6 @@ class TimedRunner:
         ]
 
     def take_traffic(self) -> list[Traffic]:
-        """What was counted since the last call, in the portions that the server fetched (every trace period)."""
+        """Return the counts since the last call, in the portions that the server fetched (every trace period)."""
         traffic, self._traffic = self._traffic, []
         return traffic

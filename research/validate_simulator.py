@@ -1,13 +1,13 @@
-"""The simulator against the real server: the same arrivals through both, and what the clients of each saw.
+"""The simulator compared with the real server: the latencies of the same arrivals through both.
 
-First a closed loop of many clients tells the server's capacity. Then, for each load and repetition: closed loops of
-more and more clients keep the server busy; requests arrive at a share of the capacity; and the closed loops once more.
-The steps of the loops before and after give the costs (``simulation.measured_costs``) by which the simulated server
-gets the same arrivals. Nothing is fitted to the run that is compared.
+A closed loop of many clients first measures the server's capacity. Each repetition at each load then has three parts:
+closed loops of more and more clients keep the server busy, requests arrive at a share of the capacity, and the closed
+loops run again. The steps of the loops before and after give the costs (``research.measured_costs``) for the simulated
+server, which gets the same arrivals. Nothing is fitted to the run that is compared.
 
-Run it on a quiet machine. ``drift`` is the time that the steps of that run took over what the very same steps cost in
-the loops: what no simulator can know. The ratios ``at its speed`` are those of a second simulation with all costs times
-``drift``: what is left is the simulator's own error.
+Run it on a quiet machine. ``drift`` is the time of that run's steps over the cost of the same steps in the loops, which
+no simulator can know. The ratios ``at its speed`` are those of a second simulation with all costs times ``drift``, so
+they show the simulator's own error.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from operator import attrgetter
 from statistics import median
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from gimbal_jax.bench.measurement import Summary, summarise
+from gimbal_jax.cli.terminal import console, print_table, progress_bar
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.demo_model import TOPICS
 from gimbal_jax.serving.core.core import EngineCore
@@ -42,17 +42,15 @@ from research.timed_runner import TimedRunner
 
 LOADS = 0.5, 0.7, 0.85
 CLIENTS = 2, 8, 32, 128
-"""Of the closed loops; the last fill all rows."""
-CAPACITY_S = 12.0
+"""Clients of the closed loops; the last ones fill all rows."""
+CAPACITY_S, CALIBRATION_S = 12.0, 3.0
 SYSTEM = System(
     "validated", "what the server does by default; experts stay", CONFIG.dispatch, CONFIG.queue, CONFIG.placement
 )
 OTHER_SEED = 1000
-"""Calibration sends other requests than the runs that are compared."""
+"""Added to the seed of the calibration, so that it sends other requests than the compared run."""
 TARGET = 0.15
-"""Mean TTFT and TPOT should be this close."""
-
-console = Console()
+"""Largest relative error of mean TTFT and TPOT that counts as close."""
 
 
 @dataclass(frozen=True)
@@ -67,62 +65,53 @@ class Comparison:
     at_its_speed: Summary
     """Simulated with all costs times ``drift``."""
     drift: float
-    """Time of the real run's steps over their price."""
+    """Time of the real run's steps relative to their price."""
     outside: int
-    """Simulated steps that were priced beyond what was measured."""
+    """Simulated steps whose price is extrapolated."""
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=1, help="Of arrivals in each repetition.")] = 7.0,
-    repetitions: Annotated[int, typer.Option(min=1)] = 5,
-    calibration_s: Annotated[float, typer.Option(min=1, help="Of each calibration.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals in each repetition.")] = 7.0,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions at each load.")] = 5,
 ) -> None:
-    """Mean TTFT and TPOT, measured and simulated, at three loads."""
+    """Compare mean TTFT and TPOT, measured and simulated, at three loads."""
     use_cpu_devices()
-    with Progress(console=console) as progress:
-        compiling = progress.add_task("compiling", total=None)
-        model, runner = demo_runner(CONFIG, 1, lambda done, of: progress.update(compiling, completed=done, total=of))
-        with running(EngineCore(model, CONFIG, runner)) as server:
-            capacity = closed_loop(server, other_calls(new_router(model, 0), 0), CLIENTS[-1], CAPACITY_S)
-        bar = progress.add_task("comparing", total=repetitions * len(LOADS))
-        comparisons = []
-        for seed in range(repetitions):
-            for load in LOADS:
-                comparisons.append(compare(model, runner, load, capacity, seconds, calibration_s, seed))
-                progress.advance(bar)
-    console.print(table(comparisons))
+    with progress_bar("compiling") as progress:
+        model, runner = demo_runner(CONFIG, 1, progress)
+    with running(EngineCore(model, CONFIG, runner)) as server:
+        capacity = closed_loop(server, other_calls(new_router(model, 0), 0), CLIENTS[-1], CAPACITY_S)
+    comparisons: list[Comparison] = []
+    with progress_bar("comparing") as progress:
+        for seed, load in product(range(repetitions), LOADS):
+            progress(len(comparisons), repetitions * len(LOADS))
+            comparisons.append(compare(model, runner, load, capacity, seconds, seed))
+    print_table(table(comparisons))
     console.print(f"capacity {capacity:.1f} requests/s; close: simulated over real within {TARGET:.0%} of 1")
     path = OUT / "validate_simulator.json"
     path.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=1))
-    console.print(f"all numbers: {path}", soft_wrap=True)
+    console.print(f"all numbers: {path}")
 
 
 def new_router(model: ModelConfig, seed: int) -> Router:
-    """Any router that knows the topics: measured prices do not depend on how tokens route."""
+    """Return a router that knows the topics; measured prices do not depend on how tokens route."""
     routing = replace(BALANCED, topics=len(TOPICS))
     return synthetic_router(routing, len(model.moe_layers), model.num_experts, model.experts_per_token, seed)
 
 
 def other_calls(router: Router, seed: int) -> list[Call]:
-    """For the closed loops: not those of the run that is compared."""
+    """Return requests for the closed loops, other ones than those of the compared run."""
     arrivals = scaled(make_workload(WorkloadConfig(requests=1000), router, seed + OTHER_SEED))
     encode, rng = demo_encode(), np.random.default_rng(seed + OTHER_SEED)
     return [call_of(arrival, encode, rng) for arrival in arrivals]
 
 
 def compare(
-    model: ModelConfig,
-    runner: DeviceRunner,
-    load: float,
-    capacity: float,
-    seconds: float,
-    calibration_s: float,
-    seed: int,
+    model: ModelConfig, runner: DeviceRunner, load: float, capacity: float, seconds: float, seed: int
 ) -> Comparison:
-    """One repetition: ``capacity`` in requests/s, times in seconds."""
+    """Run one repetition; ``capacity`` is in requests/s."""
     encode, rng, router = demo_encode(), np.random.default_rng(seed), new_router(model, seed)
     timed, others = TimedRunner(runner, time.monotonic), other_calls(router, seed)
-    before = busy_steps(model, timed, others, calibration_s)
+    before = busy_steps(model, timed, others)
     rate = load * capacity
     workload = WorkloadConfig(requests=max(1, round(rate * seconds)), rate=rate)
     arrivals = scaled(make_workload(workload, router, seed))
@@ -131,7 +120,7 @@ def compare(
     sent = [replace(arrival, time_s=m.arrival_s) for arrival, m in zip(arrivals, seen, strict=True)]
     sent.sort(key=lambda arrival: arrival.time_s)
     own = timed.take_steps()
-    steps = before + busy_steps(model, timed, others, calibration_s)
+    steps = before + busy_steps(model, timed, others)
 
     def simulated(speed: float) -> Run:
         slowed = [replace(step, seconds=speed * step.seconds) for step in steps]
@@ -146,22 +135,22 @@ def compare(
     )
 
 
-def busy_steps(model: ModelConfig, runner: TimedRunner, calls: Sequence[Call], seconds: float) -> list[MeasuredStep]:
-    """Steps of a server that never rests."""
+def busy_steps(model: ModelConfig, runner: TimedRunner, calls: Sequence[Call]) -> list[MeasuredStep]:
+    """Return the steps of a server that clients keep busy."""
     steps = []
     for clients in CLIENTS:
         with running(EngineCore(model, CONFIG, runner)) as server:
-            closed_loop(server, calls, clients, seconds / len(CLIENTS))
+            closed_loop(server, calls, clients, CALIBRATION_S / len(CLIENTS))
         own = runner.take_steps()
         steps += own[len(own) // 4 :]  # the first ones after a start are slow
     return steps
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """Two rows for each load: medians over its repetitions."""
+    """Return two rows per load, with medians over its repetitions."""
     result = Table(title="Simulated over real: medians of repetitions")
     for name in ("load", "", "real (ms)", "ratio", "at its speed", "drift", "verdict"):
-        result.add_column(name, justify="right", no_wrap=True)
+        result.add_column(name, justify="right")
     for load in LOADS:
         own = [comparison for comparison in comparisons if comparison.load == load]
         for name in ("ttft", "tpot"):

@@ -1,4 +1,4 @@
-"""Writes deploy/grafana/gimbal.json, the Grafana dashboard, from the panels below."""
+"""Write deploy/grafana/gimbal.json, the Grafana dashboard, from the panels below."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ WIDTH, HEIGHT, PER_ROW = 8, 7, 3
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph. ``lines`` are (legend, expression), in which $s stands for the selected servers and $e for engines."""
+    """One graph. ``lines`` are (legend, expression); $s stands for the selected servers and $e for the engines."""
 
     title: str
     unit: str

@@ -21,7 +21,8 @@ DOCUMENTS = [
 ]
 OPENING = re.compile(r"(?:Who|What|Whatever|Whoever|Of|Those|Such|Nobody|Likewise)\b.*[^?]$")
 WORD = re.compile(
-    r"\b(?:besides?|in force|whatever|whoever|nobody|anew|of late|pass(?:es|ed|ing) over|for ever|thereof|likewise)\b",
+    r"\b(?:besides?|in force|whatever|whoever|nobody|anew|of late(?! binding)|pass(?:es|ed|ing) over|for ever|thereof"
+    r"|likewise)\b",
     re.IGNORECASE,
 )
 

@@ -1,10 +1,8 @@
-"""Load on a running server, and what its clients measure. It runs without jax.
+"""Load on a running server, and the measurements of its clients. The room runs without jax.
 
-- load: the requests of a benchmark: lengths, arrivals, prompts
-- replay: sends requests when they are due; reads request traces
-- clients: how requests travel, by gRPC or by OpenAI's HTTP API
-- rounds: the rounds of a benchmark and their rate
-- measurement: what clients saw of their requests, and its summary
-- report: tables and JSON
-- server_process: ``gimbal serve`` as a child process
+A benchmark is a series of rounds, each a set of requests that are sent when they are due. `gimbal bench` uses it.
+`load` makes the requests of a round: lengths, arrivals and prompts. `replay` sends them when they are due, and reads
+request traces. `clients` has the transports: gRPC, and OpenAI's HTTP API. `rounds` runs the rounds and chooses their
+rate. `measurement` has the observations of a client and their summary. `report` makes tables and JSON of the results.
+`server_process` runs `gimbal serve` as a child process.
 """

@@ -31,7 +31,7 @@ mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before re
 
 Model = Annotated[
     str,
-    typer.Argument(help="Checkpoint folder, or a published model by name or hub id, as Qwen3-30B-A3B."),
+    typer.Argument(help="Checkpoint folder, or a published model by name or hub id, such as Qwen3-30B-A3B."),
 ]
 Gpus = Annotated[
     str,
@@ -67,7 +67,7 @@ def plan(
     request_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a request, prompt and output.")] = 2000,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens among them.")] = 200,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"], typer.Option(help="Of weights and cache; auto is the model's own.")
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Type of weights and cache; auto is the model's own.")
     ] = "auto",
     exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = "gather",
     placement: Annotated[
@@ -218,7 +218,7 @@ def show(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the devices are spread over, in order.")] = 1,
     placement_file: Annotated[Path | None, typer.Option(help="Experts by this .npz file, else contiguous.")] = None,
     layer: Annotated[int, typer.Option(min=0, help="MoE layer, from 0, whose experts are shown.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Picture of it to write.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File to write a picture of the mesh to.")] = None,
 ) -> None:
     """Show the part of MODEL that each device of a mesh holds."""
     with report_errors():

@@ -23,7 +23,9 @@ def place(
         typer.Option(help=f"Compare this one of {', '.join(ALL_POLICIES)}; give it once for each."),
     ] = ["gimbal", "gimbal_refined", "eplb"],  # noqa: B006 never changed
     compare: Annotated[Literal["exact"] | None, typer.Option(help="Solve exactly too, and compare with it.")] = None,
-    window: Annotated[int | None, typer.Option(min=0, help="Window of the files, from 0; else all together.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=0, help="Window of the files, from 0; default all together.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Compare this many layers only, evenly spaced.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for a layer, for the exact solver.")] = 60.0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on, evenly and in order.")] = 1,

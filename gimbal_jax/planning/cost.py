@@ -1,8 +1,8 @@
 """Lower bounds of step times on a mesh, by the data sheets of the GPUs. Computing does not overlap with links.
 
 All figures are estimates for uniform routing and equally busy engines. Kernels reach less than the data sheet's rates.
-Of the latency of collectives only the figure of the network card's maker is counted, each time that nodes wait for each
-other. So the times compare meshes and do not predict latencies.
+Collectives count only the latency that the maker of the network card gives, each time that nodes wait for each other.
+So the times compare meshes and do not predict latencies.
 
 Engines lie within nodes, so only the exchange and moving experts cross nodes. Traffic across nodes runs in parallel
 with traffic within nodes, each GPU over its own share of the network, and the longer of the two counts.

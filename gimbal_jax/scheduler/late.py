@@ -18,7 +18,7 @@ from gimbal_jax.scheduler.queue import QueueItem, queue_key
 class PendingRequest(NamedTuple):
     """A request in the central queue."""
 
-    id: int | str
+    id: str
     """Key of the request in the core."""
     item: QueueItem
     """The request as its queue sees it; ``prefill_tokens`` is the whole prompt."""

@@ -1,4 +1,4 @@
-"""The devices, simulated: steps route by a bank, count as the real ones do, and take the time that they cost."""
+"""Simulated devices. Steps route tokens by a bank, count them as real steps do, and take the time of their price."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
 
 
 class SimulatedRunner:
-    """A ``Runner`` on a virtual clock. No token ends an output: lengths come with the requests.
+    """A ``Runner`` on a virtual clock. No token ends an output, because requests have given lengths.
 
-    Tokens, counts and prices of a step are settled when it is enqueued; its time passes when one waits for its results.
+    ``enqueue`` fixes tokens, counts and price of a step. Its time passes when the caller waits for its results.
+
+    Attributes:
+      expert_bytes: bytes of one expert of one layer.
+      seconds: time that passed in steps, by part, and in migrations.
+      steps: number of steps so far.
+      pairs: (token, choice) pairs of all layers so far.
+      remote_pairs: pairs that left their source's ranks.
+      far_pairs: pairs that left their source's node.
+      far_bytes: sum of ``Costs.far_bytes`` over the steps.
+      fullest_pairs: pairs of the fullest rank, summed over layers and steps. Imbalance is this times ranks / ``pairs``.
     """
 
     ahead = 0
-    """The prices are of steps and all that is between them, measured without overlap."""
+    """Steps that are enqueued ahead: none, because the prices include the time between steps without overlap."""
 
     def __init__(
         self,
@@ -37,39 +47,35 @@ class SimulatedRunner:
         overlapped: bool = False,
         on_time: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``overlapped``: experts move beside the steps; see ``Costs.migration_seconds``.
+        """Start at the placement ``slot_of_expert_LE``. If ``overlapped``, experts move while steps run.
 
-        ``on_time`` is called with the seconds of each step and of each round of moves when they have passed.
+        ``on_time`` is called with the seconds of each step and of each round of moves, after they have passed.
         """
         self.expert_bytes = expert_bytes
         self.seconds: Counter[str] = Counter()
-        """Time that passed in steps, by part, and in migrations."""
         self.steps = 0
         self.pairs = 0
-        """(token, choice) pairs of all layers so far."""
         self.remote_pairs = 0
-        """Those of them that left their source's ranks."""
         self.far_pairs = 0
-        """Those of them that left their source's node."""
         self.far_bytes = 0.0
-        """See ``Costs.far_bytes``."""
         self.fullest_pairs = 0
-        """Pairs of the fullest rank of each layer and step, added up: times ranks over ``pairs`` is the imbalance."""
         self._config, self._router, self._costs, self._clock, self._rng = config, router, costs, clock, rng
         self._overlapped, self._on_time = overlapped, on_time
         node_R = np.arange(config.mesh.ranks) // config.mesh.ranks_per_node
+        # Source s has the node of its first rank.
         self._far_SR = node_R[:: config.mesh.tp, None] != node_R
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._counts_LSE = self._no_counts()
+        # Output token after each token id, to look up a whole batch.
         self._after = np.array([router.output_token(token_id) for token_id in range(router.token_ids)], np.int32)
-        """The token after each one."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._slots_LE
 
     def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
+        # Route and count with the placement before the step, then price its work.
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
         work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
@@ -104,18 +110,19 @@ class SimulatedRunner:
         return 0
 
     def _no_counts(self) -> np.ndarray:
-        """Zeros [L, S, E], source by source in memory, as they are counted."""
+        """Return zeros [L, S, E]. In memory the sources are outermost, the order in which they are counted."""
         layers, experts = self._slots_LE.shape
         return np.zeros((self._config.mesh.dp, layers, experts), np.int64).swapaxes(0, 1)
 
     def _route(self, plans: Sequence[Plan]) -> np.ndarray:
-        """Expert tokens [L, S, E] of all chunks: whole blocks of long ones, token by token what is left."""
+        """Return the expert tokens [L, S, E] of all chunks and decode rows, in blocks and for the rest by token."""
         router, now = self._router, self._clock.now
         blocks_G: list[tuple[int, np.ndarray]] = []
         token_ids: list[int] = []
         sources: list[int] = []
         for s, plan in enumerate(plans):
             for chunk in plan.prefill:
+                # All tokens of a prompt have one id, so whole blocks stand for most of a chunk.
                 token_id = int(chunk.tokens[0])
                 blocks, rest = divmod(len(chunk.tokens), BLOCK_TOKENS)
                 if blocks:
@@ -124,6 +131,7 @@ class SimulatedRunner:
                 sources += [s] * rest
             token_ids += plan.decode.token_D.tolist()
             sources += [s] * len(plan.decode)
+        # Count all single tokens together, and then add the blocks.
         source_B = np.array(sources, np.int64)
         profile_B = router.profile(np.array(token_ids, np.int64), source_B, now)
         counts_LSE = router.count_tokens(profile_B, source_B, len(plans), self._rng)
@@ -132,7 +140,7 @@ class SimulatedRunner:
         return counts_LSE
 
     def _by_slot(self, counts_LSE: np.ndarray) -> np.ndarray:
-        """The same by slot: [L, S, P]."""
+        """Return expert tokens [L, S, E] by slot [L, S, P]."""
         layers, sources, experts = counts_LSE.shape
         place_LP = np.arange(layers)[:, None] * experts + self._expert_of_slot_LP
         counts_SC = counts_LSE.swapaxes(0, 1).reshape(sources, -1)  # C: places l * E + e
@@ -155,7 +163,7 @@ class SimulatedRunner:
 
 
 def engine_work(plan: Plan) -> EngineWork:
-    """What a plan computes."""
+    """Return the work of a plan."""
     return EngineWork(
         decode_contexts=plan.decode.start_D.astype(np.int64) + 1,
         prefill=tuple((chunk.start, len(chunk.tokens)) for chunk in plan.prefill),

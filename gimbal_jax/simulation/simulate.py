@@ -1,6 +1,6 @@
 """A whole run under virtual time: arrivals are dispatched, engines tick, and clients are measured.
 
-EngineCore, dispatcher, queues, traffic and placement are those that serve; devices, clock and clients are simulated.
+EngineCore, dispatcher, queues, traffic and placement are the server's code. Devices, clock and clients are simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.core.admission import admit
 from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
@@ -32,12 +32,12 @@ from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import Arrival
 
 GAP_PERIOD_S = 10.0
-"""Prompt throughput is compared between engines over periods of this length, as vLLM's log does."""
+"""Seconds of the periods over which engines' prompt throughput is compared, as in vLLM's log."""
 
 
 @dataclass(frozen=True)
 class Testbed:
-    """What the systems run on."""
+    """Model, mesh and engine limits that the compared systems run on."""
 
     model: ModelConfig
     mesh: MeshConfig
@@ -46,20 +46,20 @@ class Testbed:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came of a run. Means over time are weighted by it, from the first arrival to the last token."""
+    """Results of a run. Means over time are weighted by time, from time 0 to the last token."""
 
     requests: tuple[Measurement, ...]
-    """In the order of arrival."""
+    """Measurements in the order of arrival."""
     clients: Summary
     seconds: float
-    """From 0 to the last token."""
+    """Seconds from time 0 to the last token."""
     steps: int
     parts: Mapping[str, float]
     """Seconds that passed in steps, by part, and in migrations."""
     live: float
-    """Mean number of requests that have arrived and not ended."""
+    """Mean number of requests that have arrived and have not ended."""
     running: float
-    """Mean number of requests that an engine runs; what of ``live`` does not run waits."""
+    """Mean number of running requests per engine. The other ``live`` requests wait."""
     kv_use: float
     """Mean share of KV pages in use."""
     prompt_gap: float
@@ -71,7 +71,7 @@ class Run:
     far_share: float
     """Share of expert tokens that left their source's node."""
     far_bytes: float
-    """What the exchange sent from one node to another; moves of experts are no part of it."""
+    """Bytes that the exchange sent between nodes, without moves of experts."""
     placements: tuple[PlacementRecord, ...]
     experts_moved: int
     bytes_moved: int
@@ -80,9 +80,9 @@ class Run:
     """Tokens that went through the model, recomputed ones included."""
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray
-    """At the end."""
+    """Placement at the end."""
     outside: Mapping[str, int]
-    """Prices that were extrapolated, by operation; see ``Costs.outside``."""
+    """Number of extrapolated prices, by operation (``Costs.outside``)."""
 
 
 def simulate(
@@ -95,16 +95,17 @@ def simulate(
     slot_of_expert_LE: np.ndarray | None = None,
     on_done: Callable[[Measurement], None] = lambda measurement: None,
 ) -> Run:
-    """Serve all arrivals (by rising time); the same arguments give the same run.
+    """Serve all arrivals, which are sorted by time, and return the run. Equal arguments give equal runs.
 
-    ``slot_of_expert_LE`` is the placement at the start, by default the contiguous one.
+    ``slot_of_expert_LE`` is the placement at the start; None for the contiguous one. ``on_done`` gets the measurement
+    of each request when it ends. Raises ValueError if a request is longer than the engine's limits allow.
     """
     return _Simulation(system, testbed, costs, router, seed, slot_of_expert_LE, on_done).run(arrivals)
 
 
 @dataclass(slots=True)
 class _Live:
-    """What the client of a request that has not ended saw so far."""
+    """Observations of the client of a request that has not ended."""
 
     arrival_s: float
     input_tokens: int
@@ -133,6 +134,7 @@ class _Simulation:
         on_done: Callable[[Measurement], None],
     ) -> None:
         model, mesh, placement = testbed.model, testbed.mesh, system.placement
+        # Blocking systems move all experts in one tick, so the bytes per tick are unlimited.
         blocking = system.migration == "blocking"
         if blocking:
             placement = replace(placement, migrate_bytes_per_tick=2**63)
@@ -159,10 +161,10 @@ class _Simulation:
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
-        self._live: dict[RequestId, _Live] = {}
-        self._done: dict[RequestId, Measurement] = {}
+        self._live: dict[str, _Live] = {}
+        self._done: dict[str, Measurement] = {}
+        # Integrals over virtual time, from which the report computes means.
         self._live_integral = self._changed = 0.0
-        """Live requests over time, up to the last change of their number."""
         self._running_integral = self._kv_integral = 0.0
         self._prompt_tokens_S = np.zeros(mesh.dp, np.int64)
         self._gaps: list[float] = []
@@ -174,6 +176,7 @@ class _Simulation:
             clock.at(arrival.time_s, partial(self._arrive, number, arrival))
         clock.at(GAP_PERIOD_S, self._sample_gap)
         self._server.open()
+        # Some systems decide for the first time before the first window of steps has ended.
         asked = self._first_window_steps is None
         while len(self._done) < len(arrivals):
             began = clock.now
@@ -181,7 +184,7 @@ class _Simulation:
             if not asked and self._runner.steps >= (self._first_window_steps or 0):
                 self._server.rebalance()
                 asked = True
-            if clock.now == began:  # nothing to run: as long as the real server sleeps
+            if clock.now == began:  # no work: wait for the next event, at most as long as the real server sleeps
                 clock.advance(min(period, clock.next_due - began))
         return self._report(len(arrivals))
 
@@ -195,9 +198,9 @@ class _Simulation:
                 )
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
-        """Admit a request as the frontend does; a full queue ends it."""
+        """Admit a request as the frontend does. A full queue ends it."""
         request = Request(
-            id=number,
+            id=str(number),
             label=str(number),
             prompt=(self._router.prompt_token(arrival.topic),) * arrival.input_tokens,
             sampling=SamplingParams(arrival.output_tokens, temperature=0.0),
@@ -205,11 +208,11 @@ class _Simulation:
             engine=arrival.engine,
         )
         self._count_live(request.arrival)
-        live = self._live[number] = _Live(arrival.time_s, arrival.input_tokens)
+        live = self._live[request.id] = _Live(arrival.time_s, arrival.input_tokens)
         try:
             live.ticket = admit(self._server, self._dispatcher, request)
         except QueueFull as error:
-            self._finish(number, str(error))
+            self._finish(request.id, str(error))
 
     def _deliver(self, news: TickNews) -> None:
         """Process the news of a tick, at the end of its step."""
@@ -222,7 +225,7 @@ class _Simulation:
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.error)
 
-    def _finish(self, request_id: RequestId, error: str) -> None:
+    def _finish(self, request_id: str, error: str) -> None:
         self._count_live(self._clock.now)
         live = self._live.pop(request_id)
         if live.ticket is not None:
@@ -232,24 +235,25 @@ class _Simulation:
         self._on_done(measurement)
 
     def _count_live(self, now: float) -> None:
-        """Their number is about to change."""
+        """Add up live requests over time. Called before each change of their number."""
         self._live_integral += len(self._live) * (now - self._changed)
         self._changed = now
 
     def _observe(self, seconds: float) -> None:
-        """So much time has passed in a step, whose results are not taken in yet, or in a round of moves."""
+        """Add up running requests and KV use over ``seconds`` of a step or a round of moves, before its results."""
         for engine in self._server.engines:
             self._running_integral += seconds * engine.running
             self._kv_integral += seconds * (1 - engine.free_pages / self._config.engine.num_pages)
 
     def _sample_gap(self) -> None:
+        """Record the gap between engines in prompt tokens since the last sample, and schedule the next sample."""
         tokens_S = np.array([engine.prefill_tokens for engine in self._server.engines])
         since_S, self._prompt_tokens_S = tokens_S - self._prompt_tokens_S, tokens_S
         self._gaps.append(float(since_S.max() - since_S.min()) / GAP_PERIOD_S)
         self._clock.at(self._clock.now + GAP_PERIOD_S, self._sample_gap)
 
     def _report(self, count: int) -> Run:
-        requests = tuple(self._done[number] for number in range(count))
+        requests = tuple(self._done[str(number)] for number in range(count))
         seconds = max((m.arrival_s + m.e2e_s for m in requests), default=0.0)
         status = self._server.status()
         self._server.stop()

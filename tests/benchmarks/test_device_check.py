@@ -1,4 +1,4 @@
-"""benchmarks/device/check.py without a GPU: its dry run, and that it sees what it is there to see."""
+"""``benchmarks.device.check`` without a GPU: its dry run, and the errors that it finds."""
 
 import json
 import os

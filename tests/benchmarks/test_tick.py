@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import placement as bench_placement
-from benchmarks.tick import LOADS, Load, at_scale, loaded_server, over_time, tick_seconds
+from benchmarks.tick import LOADS, Load, at_scale, loaded_core, over_time, tick_seconds
 from gimbal_jax.scheduler.placement import propose
 from gimbal_jax.serving.engine.meters import PHASES
 from gimbal_jax.serving.placement import rebalance
@@ -16,7 +16,7 @@ from tests.serving.statuses import per_engine
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
 def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
     rows, ticks = 4, 20
-    with loaded_server(2, rows, load) as (server, clients):
+    with loaded_core(2, rows, load) as (server, clients):
         before = server.status()
         seconds = tick_seconds(server, clients, ticks)
         after = server.status()
@@ -33,7 +33,7 @@ def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
 
 def test_prefill_goes_on_beside_decode():
     load = next(load for load in LOADS if load.name == "prefill chunks")
-    with loaded_server(1, 64, load) as (server, clients):
+    with loaded_core(1, 64, load) as (server, clients):
         before = per_engine(server.status(), "prefill_tokens")[0]
         tick_seconds(server, clients, 8)  # each ends 64 / 256 of a request on average
         assert per_engine(server.status(), "prefill_tokens")[0] - before >= load.prompt

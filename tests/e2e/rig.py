@@ -16,7 +16,7 @@ from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.core.core import EngineCore, TickNews
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenLogprobs
 from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.model.naive_sampling import bits
@@ -58,10 +58,10 @@ class Session:
 
     server: EngineCore
     now: float = 0.0
-    tokens: dict[RequestId, list[int]] = field(default_factory=dict)
-    prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Log probabilities of the prompts of requests that asked for them."""
-    ends: dict[RequestId, str] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
 
     def take(self, news: TickNews) -> None:
         for output in news.outputs:
@@ -83,7 +83,7 @@ class Session:
             self.server.tick(self.now)
             self.now += TICK_S
 
-    def run(self, requests: list[Request], between: Callable[[], object] = lambda: None) -> dict[RequestId, list[int]]:
+    def run(self, requests: list[Request], between: Callable[[], object] = lambda: None) -> dict[str, list[int]]:
         """Submit all requests, tick until idle with ``between`` after each tick, and return the tokens of each."""
         for request in requests:
             self.server.submit(request)

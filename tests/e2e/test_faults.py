@@ -31,7 +31,7 @@ from gimbal_jax.scheduler.migration import plan_rounds
 from tests.cli.test_main import gimbal
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
-from tests.serving.core.ticked_server import CONFIG, new_server
+from tests.serving.core.ticked_core import CONFIG, new_core
 from tests.serving.fake_server import LIMIT_S, running_server, until
 from tests.serving.statuses import per_engine
 
@@ -50,7 +50,7 @@ def with_fake_devices(test, config=LONG, clock=time.monotonic, **options):
             await until(lambda: server.state == "serving")
             await test(server, runner, client, port)
 
-    with new_server(config, clock) as (server, runner, _):
+    with new_core(config, clock) as (server, runner, _):
         server.start()
         asyncio.run(main(server, runner))
 
@@ -257,7 +257,7 @@ def test_a_migration_that_cannot_start_changes_nothing(runner, rounds, monkeypat
         raise RuntimeError("no link")
 
     slots_LE, experts = runner.slot_of_expert_LE.copy(), runner._experts_of(0)
-    for where, name in ((runner, "_move"), (jax, "device_put")):
+    for where, name in ((runner, "_move_experts"), (jax, "device_put")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, fail)
             with pytest.raises(RuntimeError, match="no link"):
@@ -275,7 +275,7 @@ def test_a_migration_that_loses_weights_raises_devices_lost(runner, rounds, monk
         raise RuntimeError("link down")
 
     monkeypatch.setattr(runner, "_experts_of", lambda layer: copies)
-    monkeypatch.setattr(runner, "_move", lose)
+    monkeypatch.setattr(runner, "_move_experts", lose)
     with pytest.raises(DevicesLost, match=r"experts of MoE layer 0 were lost.*link down"):
         runner.migrate(0, rounds[0])
 

@@ -5,7 +5,6 @@ import numpy as np
 
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
-from gimbal_jax.serving.engine.request import RequestId
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from gimbal_jax.serving.runtime.programs import ProgramCache, programs_key
 from tests.e2e.rig import CONFIG, FOLDER, MODEL, random_requests, session
@@ -28,7 +27,7 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_tokens(tmp_path):
         runner.warm_up()
         return runner
 
-    def answers(runner: DeviceRunner) -> dict[RequestId, list[int]]:
+    def answers(runner: DeviceRunner) -> dict[str, list[int]]:
         with session(runner) as served:
             return served.run(random_requests(np.random.default_rng(7), 16, prompt=20, output=10))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gimbal_jax.serving.engine.request import RequestId
 from tests.e2e.rig import random_requests, session, shuffle_a_layer
 from tests.serving.statuses import per_engine
 
@@ -19,7 +18,7 @@ def requests():
 @pytest.fixture(scope="module")
 def expected(runner, requests):
     """Tokens of each request run alone."""
-    tokens: dict[RequestId, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
     with session(runner) as alone:
         for request in requests:
             tokens |= alone.run([request])

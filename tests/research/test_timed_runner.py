@@ -1,4 +1,4 @@
-"""The watched runner of the scripts."""
+"""The runner that records its steps."""
 
 from itertools import count
 
@@ -14,7 +14,7 @@ RESULT = StepResult(np.zeros(0, np.int32), np.zeros(0, np.int32), {}, {})
 
 
 class RecordingRunner:
-    """Counts a token per step, and says what it was asked."""
+    """A runner that counts a token per step and records its calls."""
 
     expert_bytes, ahead = 7, 1
     slot_of_expert_LE = np.array([[0, 1]], np.int32)
@@ -46,8 +46,8 @@ def run(runner: TimedRunner, tokens: int) -> None:
     assert runner.enqueue([plan(tokens)], lambda name: None)() == [RESULT]
 
 
-def test_steps_and_the_host_between_them():
-    # Called at the start and the end of each step: steps of 1 s, and 2, 4, ... s between them.
+def test_durations_of_steps_and_of_the_host_between_them():
+    # The clock is read at the start and the end of each step: steps of 1 s, with 2, 4, ... s between them.
     ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
     runner = TimedRunner(RecordingRunner(), lambda: next(ticks))
     for tokens in (1, 2, 3):
@@ -58,7 +58,7 @@ def test_steps_and_the_host_between_them():
     assert runner.take_steps() == []
 
 
-def test_counts_go_on_and_are_kept_with_the_placement_that_served_them():
+def test_counts_are_returned_and_kept_with_their_placement():
     inner, clock = RecordingRunner(), count()
     runner = TimedRunner(inner, lambda: next(clock))
     run(runner, 1)

@@ -14,7 +14,7 @@ from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.monitoring.metrics import metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import CONFIG, open_server
+from tests.serving.core.ticked_core import CONFIG, open_core
 
 BUSY = dataclasses.replace(CONFIG, placement=PlacementConfig("gimbal_refined", gamma=0.01, window_steps=6))
 
@@ -89,7 +89,7 @@ class Scraped:
 def scraped(config=BUSY):
     """For use on an event loop."""
     clock = Clock()
-    with open_server(config) as (server, runner, _):
+    with open_core(config) as (server, runner, _):
         yield Scraped(server, runner, clock)
 
 

@@ -9,7 +9,7 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.late import PendingRequest, bind_in_order
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.queue import WaitQueue
-from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, reason_of
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, reason_of
 from gimbal_jax.serving.engine.sequence import Sequence as WaitingSequence
 
 
@@ -36,7 +36,7 @@ class CentralQueue:
         cached = max(engine.cached_tokens(request) for engine in self._engines)
         self._waiting.add(WaitingSequence(request, self._processed, cached=cached))
 
-    def cancel(self, request_id: RequestId) -> bool:
+    def cancel(self, request_id: str) -> bool:
         """Remove a request. Returns False if the request is not here, or no longer."""
         return self._waiting.pop(request_id) is not None
 
@@ -48,7 +48,7 @@ class CentralQueue:
             self._waiting.pop(request_id)
         return [TokenDelta(request_id, (), finish_reason=finish, error=reason) for request_id in ids]
 
-    def bind(self, now: float) -> tuple[list[tuple[RequestId, Decision]], list[TokenDelta]]:
+    def bind(self, now: float) -> tuple[list[tuple[str, Decision]], list[TokenDelta]]:
         """Give the engines as many requests as their next steps have room for.
 
         Call ``schedule`` of the engines next, with the same ``now``. Returns (request id, decision) for the requests

@@ -19,7 +19,7 @@ from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.meters import Histogram, PhaseTimer
 from gimbal_jax.serving.engine.pages import CacheEvents
 from gimbal_jax.serving.engine.plan import Plan
-from gimbal_jax.serving.engine.request import Request, RequestId, TokenDelta, reason_of
+from gimbal_jax.serving.engine.request import Request, TokenDelta, reason_of
 from gimbal_jax.serving.engine.runner import Pending, Runner
 from gimbal_jax.serving.engine.status import StepStatus
 from gimbal_jax.serving.placement.rebalance import Rebalancer
@@ -50,7 +50,7 @@ class TickNews:
 
     now: float
     """Time of the tick, on the core's clock."""
-    bound: Sequence[tuple[RequestId, Decision]] = ()
+    bound: Sequence[tuple[str, Decision]] = ()
     """(request id, decision) for requests that were submitted without an engine."""
     pages: Sequence[CacheEvents] = ()
     """Changes of the prefix caches, at most one for each engine."""
@@ -88,7 +88,7 @@ class EngineCore:
         self._central = CentralQueue(self.engines, config.engine, config.queue)
         self._queues: list[CentralQueue | Engine] = [self._central, *self.engines]
         self._subscribers: tuple[Callable[[TickNews], None], ...] = ()
-        self._bound: list[tuple[RequestId, Decision]] = []
+        self._bound: list[tuple[str, Decision]] = []
 
         # The life of the engine thread. ``_inbox.changed`` guards the state.
         self._state: State = "warming"
@@ -153,7 +153,7 @@ class EngineCore:
                 raise NotServing(f"the server is {self._state}")
             self._inbox.put(request)
 
-    def cancel(self, request_id: RequestId) -> None:
+    def cancel(self, request_id: str) -> None:
         """End a request; its pages are free within a step. Unknown ids are ignored."""
         self._inbox.cancel(request_id)
 

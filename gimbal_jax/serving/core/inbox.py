@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gimbal_jax.exceptions import QueueFull
-from gimbal_jax.serving.engine.request import Request, RequestId
+from gimbal_jax.serving.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Mail:
     """The content of an inbox."""
 
     requests: Sequence[Request] = ()
-    cancelled: Sequence[RequestId] = ()
+    cancelled: Sequence[str] = ()
     """Ids of requests to cancel."""
     flush: bool = False
     """Whether the prefix caches are to be flushed."""
@@ -38,7 +38,7 @@ class Inbox:
         self._max_queue = max_queue
         self._late = late
         self._requests: deque[Request] = deque()
-        self._cancelled: deque[RequestId] = deque()
+        self._cancelled: deque[str] = deque()
         self._flush = False
         self._waiting = [0] * (1 + engines)  # requests in each queue, or in the inbox on the way to it
 
@@ -62,7 +62,7 @@ class Inbox:
             self._requests.append(request)
             self.changed.notify()
 
-    def cancel(self, request_id: RequestId) -> None:
+    def cancel(self, request_id: str) -> None:
         """Ask for a request to be cancelled."""
         with self.changed:
             self._cancelled.append(request_id)

@@ -6,7 +6,6 @@ with the results, possibly after the next ``schedule``. The engine knows nothing
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from gimbal_jax.serving.engine.pages import CacheEvents, PagePool
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Chunk, DecodeRows, Plan, StepResult, wanted_logprobs
 from gimbal_jax.serving.engine.prefix import known_pages, looks_up, publish_pages
 from gimbal_jax.serving.engine.queue import QueueHead, WaitQueue
-from gimbal_jax.serving.engine.request import FinishReason, Request, RequestId, TokenDelta, TokenLogprobs
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from gimbal_jax.serving.engine.running_batch import RunningBatch
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
@@ -61,8 +60,8 @@ class Engine:
         self._pool = PagePool(config.num_pages)
         self._batch = RunningBatch(config)
         self._waiting = WaitQueue(queue)
-        self._running: dict[RequestId, Sequence] = {}
-        self._constrained: dict[RequestId, Sequence] = {}  # running sequences that have a grammar
+        self._running: dict[str, Sequence] = {}
+        self._constrained: dict[str, Sequence] = {}  # running sequences that have a grammar
         self._seen = 0
 
     @property
@@ -112,7 +111,7 @@ class Engine:
         self._enqueue(sequence)
         self._seen = max(self._seen, request.sequence)
 
-    def cancel(self, request_id: RequestId) -> bool:
+    def cancel(self, request_id: str) -> bool:
         """Remove a request and free its pages. Returns False if the request is not here, or no longer."""
         sequence = self._waiting.pop(request_id) or self._running.get(request_id)
         if sequence is None:
@@ -205,7 +204,7 @@ class Engine:
 
     def queue_head(self, now: float) -> QueueHead | None:
         """Return the waiting request that would run first; None if none waits."""
-        for first in self._waiting.in_order(self.prefill_tokens, now):
+        for first in self._waiting.first(1, self.prefill_tokens, now):
             return QueueHead(first.request.label, now - first.request.arrival, first.length - first.cached)
         return None
 
@@ -261,8 +260,7 @@ class Engine:
         if admit and self._waiting and self._batch.free:
             # Each admitted sequence takes a row and a tile, so no more than this can start.
             most = min(self._batch.free, tiles_left)
-            waiting = islice(self._waiting.in_order(self.prefill_tokens, now), most)
-            candidates += [(sequence.key, sequence) for sequence in waiting]
+            candidates += [(one.key, one) for one in self._waiting.first(most, self.prefill_tokens, now)]
         candidates.sort(key=lambda candidate: candidate[0])
 
         # Fill the step in that order.
@@ -412,6 +410,6 @@ class Engine:
         self._pool.forget(self._batch.pages(sequence.row).tolist())
         return self._fail(sequence.request.id, "its logits are not finite")
 
-    def _fail(self, request_id: RequestId, reason: str) -> TokenDelta:
+    def _fail(self, request_id: str, reason: str) -> TokenDelta:
         self.cancel(request_id)
         return TokenDelta(request_id, (), finish_reason="error", error=reason)

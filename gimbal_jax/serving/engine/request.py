@@ -13,8 +13,6 @@ PRIORITY_KEY = "x-gimbal-priority"
 """gRPC metadata key of a request's priority, for which the protocol has no field."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-type RequestId = int | str
-"""Key of a request in the core, unique among those that run or wait. The frontend uses numbers, tests use names."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,10 @@ class Grammar(Protocol):
 class Request:
     """One sequence to generate."""
 
-    id: RequestId
+    id: str
+    """Key in the core, unique among the requests that run or wait.
+
+    An int would lie in memory among the ints of its prompt, and every new token would wait for it."""
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
@@ -101,7 +102,7 @@ class TokenLogprobs:
 class TokenDelta:
     """New tokens of one request after a step, and the reason of its end if it ended."""
 
-    request_id: RequestId
+    request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of ``token_ids``; empty if the request did not ask for them."""

@@ -17,7 +17,6 @@ from gimbal_jax.serving.engine.plan import (
     DecodeRows,
     pack_sampling,
 )
-from gimbal_jax.serving.engine.request import RequestId
 from gimbal_jax.serving.engine.sequence import NO_ROW, Sequence
 
 NEVER = np.iinfo(np.int32).max
@@ -54,7 +53,7 @@ class RunningBatch:
     def __init__(self, config: EngineConfig) -> None:
         rows, self._page_size = config.max_rows, config.page_size
         self.sequence_R: list[Sequence | None] = [None] * rows
-        self.request_id_R: list[RequestId] = [""] * rows
+        self.request_id_R: list[str] = [""] * rows
         self.owner_R = np.zeros(rows, np.int64)
         self.tokens_RN = np.zeros((rows, config.max_model_len), np.int32)
         self.page_table_RM = np.zeros((rows, config.pages_per_row), np.int32)

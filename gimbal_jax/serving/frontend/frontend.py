@@ -13,7 +13,7 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.dispatcher import Dispatcher
 from gimbal_jax.serving.core.admission import admit
 from gimbal_jax.serving.core.core import EngineCore, TickNews
-from gimbal_jax.serving.engine.request import Grammar, Request, RequestId, SamplingParams, TokenDelta
+from gimbal_jax.serving.engine.request import Grammar, Request, SamplingParams, TokenDelta
 from gimbal_jax.serving.frontend.counters import Counters, TokenRate
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin, RequestRecord
@@ -58,7 +58,7 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         # Ids are never used again, so late news of a cancelled sequence reach no other.
         self._ids = itertools.count()
-        self._streams: dict[RequestId, Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._groups: dict[str, Sequence[str]] = {}
         self._rejection: str | None = None
         self._unsubscribe = core.subscribe(self._on_tick)
@@ -109,7 +109,7 @@ class Frontend:
         """
         record = RequestRecord(request_id, origin, priority, len(prompt), arrival=self.clock())
         request = Request(
-            id=next(self._ids),
+            id=str(next(self._ids)),
             label=request_id,
             prompt=prompt,
             sampling=sampling,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from gimbal_jax.scheduler.dispatcher import Ticket
-from gimbal_jax.serving.engine.request import RequestId, TokenDelta, merge
+from gimbal_jax.serving.engine.request import TokenDelta, merge
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.text.stops import OutputText
 
@@ -21,7 +21,7 @@ class Stream:
     manager: leaving the block cancels the sequence if it still runs.
     """
 
-    id: RequestId
+    id: str
     """The core's id of the sequence."""
     record: RequestRecord
     ticket: Ticket

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.serving.engine.engine import Engine, Owners
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import RequestId, TokenDelta
+from gimbal_jax.serving.engine.request import TokenDelta
 from tests.serving.engine.paged_model import PagedModel
 
 CONFIG = EngineConfig(
@@ -23,11 +23,11 @@ class Planned:
 
     plan: Plan
     owners: Owners
-    decode: list[tuple[RequestId, int]]
-    prefill: list[tuple[RequestId, int]]
+    decode: list[tuple[str, int]]
+    prefill: list[tuple[str, int]]
 
     @property
-    def all(self) -> list[tuple[RequestId, int]]:
+    def all(self) -> list[tuple[str, int]]:
         return self.decode + self.prefill
 
 
@@ -94,7 +94,7 @@ class Ahead:
         return commit(self.engine, *self.in_flight.popleft())
 
 
-def result(outputs: Iterable[TokenDelta], request_id: RequestId) -> tuple[tuple[int, ...], str | None]:
+def result(outputs: Iterable[TokenDelta], request_id: str) -> tuple[tuple[int, ...], str | None]:
     """All tokens of a request, and how it ended."""
     mine = [out for out in outputs if out.request_id == request_id]
     return tuple(token for out in mine for token in out.token_ids), mine[-1].finish_reason

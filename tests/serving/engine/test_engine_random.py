@@ -10,7 +10,7 @@ from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
 from gimbal_jax.serving.engine.plan import Plan
 from gimbal_jax.serving.engine.prefix import page_hashes
-from gimbal_jax.serving.engine.request import Request, RequestId, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
 from tests.serving.engine.paged_model import VOCAB, PagedModel, alone
 from tests.serving.engine.stepped_engine import FCFS, HRRN, PRIORITY, SJF, Ahead
 
@@ -58,12 +58,12 @@ def workloads(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(workloads(), st.integers(0, 2))
-def test_batched_is_one_by_one_and_pages_are_conserved(workload, ahead):
+def test_batching_changes_no_token_and_pages_are_conserved(workload, ahead):
     config, queue, jobs, flushes = workload
     engine, model = Engine(0, config, queue), PagedModel(config)
     loop = Ahead(engine, model, ahead)
-    tokens: dict[RequestId, tuple[int, ...]] = {req.id: () for req, _, _ in jobs}
-    ends: dict[RequestId, str] = {}
+    tokens: dict[str, tuple[int, ...]] = {req.id: () for req, _, _ in jobs}
+    ends: dict[str, str] = {}
     cancelled: set[str] = set()
     stored: dict[bytes, tuple[int, ...]] = {}
     computed = 0

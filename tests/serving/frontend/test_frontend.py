@@ -339,5 +339,5 @@ def test_news_comes_from_another_thread_until_the_loop_is_closed():
     with FakeCore(config=config) as core:
         asyncio.run(main(core))
         core.submitted.clear()
-        core.notify(0.0, bound=[(99, Decision(0, "late"))])
-        core.notify(outputs=[TokenDelta(99, (1,))])  # the loop is closed: nothing may be raised
+        core.notify(0.0, bound=[("99", Decision(0, "late"))])
+        core.notify(outputs=[TokenDelta("99", (1,))])  # the loop is closed: nothing may be raised

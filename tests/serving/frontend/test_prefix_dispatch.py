@@ -16,7 +16,7 @@ from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
-from tests.serving.core.ticked_server import open_server
+from tests.serving.core.ticked_core import open_core
 from tests.serving.statuses import per_engine
 
 CONFIG = ServerConfig(
@@ -38,8 +38,8 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
     topics = [tuple(draw.choices(range(290), k=32)) for _ in range(3)]
     records: list[RequestRecord] = []
     now = 0.0
-    with open_server(CONFIG) as (server, _, _):
-        frontend = Frontend(server, lambda: now, choose, records.append)
+    with open_core(CONFIG) as (core, _, _):
+        frontend = Frontend(core, lambda: now, choose, records.append)
 
         async def conversation(number: int) -> None:
             history = topics[number % 3]
@@ -58,15 +58,15 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
 
         tasks = [asyncio.create_task(conversation(number)) for number in range(CONVERSATIONS)]
         while not all(task.done() for task in tasks):
-            server.tick(now)
+            core.tick(now)
             now += 0.05
             for _ in range(6):
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         # The index has exactly the pages that the engines hold.
-        for engine, pages in enumerate(per_engine(server.status(), "cached_pages")):
+        for engine, pages in enumerate(per_engine(core.status(), "cached_pages")):
             assert len(frontend.prefixes.snapshot(engine)) == pages
-        status = server.status()
+        status = core.status()
         assert sum(per_engine(status, "prefix_hits")) == sum(record.cached_tokens or 0 for record in records)
     return records, frontend
 

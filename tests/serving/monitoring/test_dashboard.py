@@ -19,7 +19,7 @@ from gimbal_jax.serving.monitoring import live
 from gimbal_jax.serving.monitoring.live import PAGE, LiveView
 from gimbal_jax.serving.monitoring.operators import serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.fake_server import CONFIG, PLACEMENT, FakeCore
 from tests.serving.live_server import live_server
 from tests.serving.monitoring.test_live_snapshot import RECORD

@@ -15,7 +15,7 @@ import pytest
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.monitoring import live
 from gimbal_jax.serving.monitoring.live import PAGE, PAGE_POLICY, LiveView
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.fake_server import FakeCore
 from tests.serving.live_server import live_server
 from tests.serving.monitoring.test_live_snapshot import RECORD

@@ -15,7 +15,7 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.monitoring.metrics import STATES, metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import new_server
+from tests.serving.core.ticked_core import new_core
 from tests.serving.fake_server import FakeCore, trace
 from tests.serving.scrapes import busy_scrapes, samples, scraped
 
@@ -195,7 +195,7 @@ def test_openmetrics_has_the_same_values():
 
 def test_warming_and_stopped_servers_can_be_scraped():
     async def main():
-        with new_server() as (server, _, _):
+        with new_core() as (server, _, _):
             frontend = Frontend(server, lambda: 0.0)
             registry = metrics_registry(frontend, RequestHistograms(server.config))
             warming = generate_latest(registry).decode()

@@ -17,7 +17,7 @@ from gimbal_jax.serving.monitoring import operators
 from gimbal_jax.serving.monitoring.live import PAGE, PAGE_POLICY, LiveView
 from gimbal_jax.serving.monitoring.operators import HUNG_S, serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.fake_server import FakeCore
 
 READY, NOT_READY = (lambda: True), (lambda: False)

@@ -18,7 +18,7 @@ from gimbal_jax.serving.placement import files
 from gimbal_jax.serving.placement.files import MAX_PENDING, CountsDump, PlacementState
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import ClosedWindow
-from tests.serving.core.ticked_server import CONFIG, Outputs, request
+from tests.serving.core.ticked_core import CONFIG, Outputs, request
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 

@@ -21,8 +21,8 @@ from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
 from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
-from tests.serving.core.ticked_server import CONFIG as TICKED
-from tests.serving.core.ticked_server import request, wait_for
+from tests.serving.core.ticked_core import CONFIG as TICKED
+from tests.serving.core.ticked_core import request, wait_for
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 from tests.serving.placement.mortal_policy import dies_without_traffic

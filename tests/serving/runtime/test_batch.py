@@ -85,7 +85,7 @@ def test_two_engines_one_idle_by_hand():
     assert (packed.row_SC[0] == CONFIG.max_rows).all()
 
 
-def test_tokens_of_the_devices_stand_where_the_host_has_none():
+def test_unknown_tokens_are_taken_from_the_devices():
     """Also after logits that were no numbers (-1): any token does, but no index that reaches from the end."""
     decode = [(3, ON_DEVICE, 5, [7, 3], GREEDY), (0, 9, 1, [2], GREEDY), (1, ON_DEVICE, 2, [4], GREEDY)]
     chosen_SR = np.array([[10, 11, 12, 13], [20, NOT_FINITE, 22, 23]], np.int32)
@@ -98,7 +98,7 @@ ASKING = dataclasses.replace(
 )
 
 
-def test_what_is_asked_for_stands_in_its_row_and_the_rest_is_passed_on():
+def test_rare_inputs_stand_in_their_row_and_others_keep_the_defaults():
     penalised = Adjustment(history=np.arange(10, 15, dtype=np.int32), prompt_tokens=4, params=ASKING)
     masked = Adjustment(allowed=np.array([5, -1, 1], np.int32))
     early = Adjustment(suppress=(1, 2))
@@ -143,7 +143,7 @@ def test_targets_stand_at_the_places_of_their_tokens():
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3))
-def test_what_is_packed_is_unpacked_alike_by_host_and_devices(rows, tiles, engines):
+def test_host_and_devices_unpack_the_same_inputs(rows, tiles, engines):
     """Each part has places of its own, all are used, and types keep their bits."""
     shape = step_shape(CONFIG, (rows, tiles))
     packed_SX = empty_inputs(engines, shape)
@@ -164,7 +164,7 @@ def test_what_is_packed_is_unpacked_alike_by_host_and_devices(rows, tiles, engin
     ("sampling", "wanted"),
     [(None, False), (GREEDY, False), (dataclasses.replace(GREEDY, logprobs=0), True)],
 )
-def test_log_probabilities_are_fetched_only_where_wanted(sampling, wanted):
+def test_log_probabilities_are_fetched_only_if_wanted(sampling, wanted):
     assert bool(plan(prefill=[chunk([1], 0, [0], sampling)]).logprobs) == wanted
     assert bool(plan([(0, 1, 0, [0], sampling or GREEDY)]).logprobs) == wanted
 
@@ -229,7 +229,7 @@ def test_buckets_by_hand():
     assert step_buckets(EngineConfig(max_rows=1, token_budget=32, tile=32), tp=2) == ((2, 0), (2, 1))
 
 
-def test_a_tile_that_tp_does_not_divide_is_refused():
+def test_a_tile_that_tp_does_not_divide_is_rejected():
     with pytest.raises(ValueError, match="tile must be a multiple of tp: tile 30, tp 4"):
         step_buckets(EngineConfig(tile=30), tp=4)
 
@@ -279,7 +279,7 @@ def places_of(mine: Plan) -> dict[int, tuple[int, int]]:
 
 
 @given(st.lists(plans(), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_every_token_is_written_once_in_its_place_and_padding_never(several, tp):
+def test_every_token_is_written_once_and_padding_never(several, tp):
     rows, tiles = bucket_for(several, step_buckets(CONFIG, tp))
     step, packed = laid_out(several, rows, tiles)
     assert step.tokens_ST.shape[1] % tp == 0

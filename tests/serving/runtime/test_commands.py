@@ -41,9 +41,7 @@ def any_step(bucket, asked, seed):
     process=st.sampled_from(PROCESSES),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_process_gets_all_that_its_engines_need_and_what_nobody_asks_for_stays_where_it_is(
-    bucket, asked, process, seed
-):
+def test_a_process_receives_the_inputs_of_its_engines_and_keeps_defaults(bucket, asked, process, seed):
     step = any_step(bucket, asked, seed)
     got = decode(encode(step, LAYOUT, process), LAYOUT, process)
     own = LAYOUT.engines_of_process[process]
@@ -60,7 +58,7 @@ def test_a_process_gets_all_that_its_engines_need_and_what_nobody_asks_for_stays
         np.testing.assert_array_equal(*((array[own] if array.ndim else array) for array in (arrived, sent)))
 
 
-def test_a_process_gets_no_bytes_of_engines_that_it_does_not_hold():
+def test_a_process_receives_no_inputs_of_other_engines():
     step = any_step((4, 4), {"history_SRN"}, seed=0)
     sizes = [len(encode(step, LAYOUT, process)) for process in PROCESSES]
     per_engine = 4 * (step.packed_SX.shape[1] + step.rare.history_SRN[0].size)
@@ -68,7 +66,7 @@ def test_a_process_gets_no_bytes_of_engines_that_it_does_not_hold():
     assert sizes[0] < per_engine + 32
 
 
-def test_page_tables_are_as_wide_as_the_longest_sequence_of_the_process_needs():
+def test_page_tables_are_as_wide_as_the_longest_sequence():
     step = any_step((4, 4), set(), seed=0)
     table_SCM = unpack(step.packed_SX, LAYOUT.shape_of((4, 4))).page_table_SCM
     sizes = {}

@@ -195,7 +195,7 @@ def tokens_by_sequence(found: Sequence[Any]) -> dict[tuple[int, int], list[int]]
 
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_that_stay_on_the_devices_give_what_tokens_fed_from_the_host_give(runner_of, engines, seed):
+def test_tokens_kept_on_the_devices_equal_tokens_fed_by_the_host(runner_of, engines, seed):
     rng = np.random.default_rng([engines, seed])
     sequences = random_sequences(rng, engines, 6)
     steps = random_steps(rng, sequences, 14)
@@ -205,7 +205,7 @@ def test_tokens_that_stay_on_the_devices_give_what_tokens_fed_from_the_host_give
 
 
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_in_a_batch_as_one_by_one_and_in_chunks_as_whole(runner_of, engines):
+def test_batching_and_chunking_change_no_token(runner_of, engines):
     rng = np.random.default_rng(engines)
     sequences = random_sequences(rng, engines, 6)
     together = tokens_by_sequence(run(runner_of(engines), sequences, random_steps(rng, sequences, 14), ahead=True))
@@ -240,7 +240,7 @@ def test_counts_are_those_of_the_steps_enqueued_before(runner_of):
     assert not runner.begin_counts()().any()
 
 
-def test_experts_move_between_steps_that_are_on_their_way(runner_of):
+def test_experts_move_between_steps_in_flight(runner_of):
     runner, rng = runner_of(2), np.random.default_rng(6)
     sequences = random_sequences(rng, 2, 4)
     steps = random_steps(rng, sequences, 10)
@@ -265,7 +265,7 @@ def test_experts_move_between_steps_that_are_on_their_way(runner_of):
     assert moved > 20
 
 
-def test_a_sick_row_is_told_and_its_late_step_harms_nobody(runner_of, monkeypatch):
+def test_a_row_that_is_not_finite_does_not_affect_others(runner_of, monkeypatch):
     runner, sick = runner_of(2), 7
     prompts = [[1, 2, 3], [4, sick, 5], [6, 8, 9]]
     prompts_of = [
@@ -300,7 +300,7 @@ def test_log_probabilities_of_prompts_come_by_row(runner_of):
 
 
 @pytest.mark.slow
-def test_an_enqueued_step_laps_once_and_takes_the_smallest_bucket(runner_of):
+def test_a_step_marks_the_batch_and_takes_the_smallest_bucket(runner_of):
     runner, laps = runner_of(1), list[str]()
     none = decode_rows([], ENGINE.pages_per_row)
     with pytest.MonkeyPatch.context() as patch:

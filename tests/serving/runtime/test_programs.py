@@ -184,7 +184,7 @@ def full_disk():
     raise OSError(28, "No space left on device")
 
 
-def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
+def test_programs_of_the_jax_cache_are_compiled_again(tmp_path):
     """Kept again they would lack their code, which shows when they run."""
     before = jax.config.jax_compilation_cache_dir
     lowering = Lowering()
@@ -204,7 +204,7 @@ def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
     assert (lowering.count, notes) == (4, [])
 
 
-def test_starts_at_once_share_a_folder(tmp_path):
+def test_simultaneous_starts_share_a_folder(tmp_path):
     lowering, outputs = Lowering(), []
     notes: list[str] = []
 
@@ -223,7 +223,7 @@ def test_starts_at_once_share_a_folder(tmp_path):
     assert len(outputs) == 5
 
 
-def test_the_configurations_not_used_for_longest_go_first(tmp_path, monkeypatch):
+def test_least_recently_used_configurations_are_removed_first(tmp_path, monkeypatch):
     lowering = Lowering()
     notes: list[str] = []
     for age, key in enumerate(("young", "old", "oldest")):
@@ -240,7 +240,7 @@ def test_the_configurations_not_used_for_longest_go_first(tmp_path, monkeypatch)
     assert notes == []
 
 
-def test_what_progress_raises_ends_it(tmp_path):
+def test_an_error_of_progress_ends_compilation(tmp_path):
     lowering = Lowering()
 
     def interrupted(done: int, total: int) -> None:
@@ -252,7 +252,7 @@ def test_what_progress_raises_ends_it(tmp_path):
     assert lowering.count == 1
 
 
-def test_the_key_follows_from_all_that_makes_a_program(monkeypatch, tmp_path):
+def test_the_key_depends_on_everything_that_changes_a_program(monkeypatch, tmp_path):
     config, devices = ServerConfig(MeshConfig(2, 2)), jax.devices()
     key = programs_key(MODEL, config, "float32", devices)
     assert programs_key(MODEL, config, "float32", devices) == key
