@@ -68,6 +68,7 @@ class Groups(LoadScopeScheduling):
         return next((GROUPS[place] for place in places_of(path) if place in GROUPS), path)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
     return Groups(config, log)
 
