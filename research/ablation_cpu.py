@@ -173,7 +173,7 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
 
 
 def server_config(system: System, window_steps: int) -> ServerConfig:
-    """Return a system's configuration with short windows. If it stops the engines for moves, all experts move together."""
+    """Return a system's configuration with short windows. If it stops the engines, all experts move together."""
     placement = replace(system.placement, window_steps=window_steps)
     if system.migration == "blocking":
         placement = replace(placement, migrate_bytes_per_tick=2**63)
