@@ -1,9 +1,9 @@
 # `make` lists the targets. PYTHON, if given, is the interpreter that .venv is made with.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test cuda-check lint format protos goldens clean
+.PHONY: help setup demo test test-all cuda-check lint format protos goldens clean
 
 BIN := .venv/bin
-# For GPUs that are not there: without these, XLA looks for a driver, and tells of tunings that it lacks.
+# For GPUs that are not there. Without these settings XLA looks for a driver and warns of missing tunings.
 CUDA_PYTHON := JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=2 .venv-cuda/bin/python
 SOURCES := gimbal_jax benchmarks examples research scripts tests
 
@@ -16,8 +16,11 @@ setup: ## make .venv, if it is not there or out of date
 demo: setup ## replay a real trace in rounds on two servers: a baseline and gimbal (4 minutes)
 	$(BIN)/python -m examples.demo
 
-test: setup ## run the tests
-	$(BIN)/python -m pytest
+test: setup ## run the fast tests of every room (5 minutes)
+	$(BIN)/python -m pytest -m "not slow and not process and not tools" --hypothesis-profile fast
+
+test-all: setup ## run all tests and list the 25 slowest (12 minutes)
+	$(BIN)/python -m pytest --durations 25
 
 cuda-check: ## compile kernels and steps for GPUs that are not there, and check them; see docs/cuda.md
 	@scripts/bootstrap --cuda $(PYTHON)
@@ -37,7 +40,7 @@ format: setup ## let ruff format and sort imports
 protos: setup ## generate the Python of gimbal_jax/protos
 	$(BIN)/python scripts/make_protos.py
 
-goldens: ## make tests/goldens anew; GOLDENS_PYTHON is a Python with torch and transformers
+goldens: ## rewrite tests/goldens; GOLDENS_PYTHON is a Python with torch and transformers
 	$(or $(GOLDENS_PYTHON),$(error set GOLDENS_PYTHON to a Python with torch and transformers)) scripts/make_goldens.py tests/goldens
 
 clean: ## remove .venv, caches and out/

@@ -1,9 +1,10 @@
-"""Where a server's host memory goes: a table of each stage of its start, in a process of its own.
+"""Measure the host memory of a server: a table with one row for each stage of its start.
 
     python -m benchmarks.memory FOLDER --dp 1 --tp 1
 
-On CPU devices, whose memory is the host's. Expected is what ``gimbal_jax.model.memory`` says of weights, KV pages and
-a step's temporaries, the last from above. Compiled programs are XLA's: tens of megabytes of heap each for a few layers.
+The server runs in a process of its own, on CPU devices, whose memory is the host's. The column "expected" comes from
+``gimbal_jax.model.memory``. It covers weights, KV pages and tables, not the compiled programs. XLA needs tens of
+megabytes of heap for each program of a few layers.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from gimbal_jax.config import EngineConfig, MeshConfig, ServerConfig
-from gimbal_jax.serving.runtime.host_memory import HostMemory, forget_peak, give_back_freed_memory, host_memory
+from gimbal_jax.serving.runtime.host_memory import HostMemory, forget_peak, host_memory, trim_heap
 
 MB = 1e6
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory after one step of the start."""
+    """Memory after one stage of the start."""
 
     name: str
     expected: int | None
-    """What the step should add to the process's own memory; None if nothing says."""
+    """Bytes that the stage should add to the process's own memory; None if unknown."""
     memory: HostMemory
 
 
 def measure(folder: Path, config: ServerConfig, dtype: str, buckets: int | None, send: Callable[[Stage], None]) -> None:
-    """Start a server as ``gimbal serve`` does, up to its first steps, and send each stage."""
+    """Start a server as ``gimbal serve`` does, up to its warm-up, and send each stage."""
 
     def stage(name: str, expected: int | None = None) -> None:
         send(Stage(name, expected, host_memory()))
@@ -62,8 +63,8 @@ def measure(folder: Path, config: ServerConfig, dtype: str, buckets: int | None,
     stage("weights, KV pages and tables", ranks * (needed.weights.total + pages + needed.tables))
     runner.warm_up()
     stage(f"warm-up, {len(runner.buckets)} step programs")
-    give_back_freed_memory()
-    stage("freed memory given back")
+    trim_heap()
+    stage("freed memory returned")
 
 
 def _child(connection: Connection, folder: Path, config: ServerConfig, dtype: str, buckets: int | None) -> None:
@@ -71,7 +72,7 @@ def _child(connection: Connection, folder: Path, config: ServerConfig, dtype: st
 
 
 def stages_of(folder: Path, config: ServerConfig, dtype: str, buckets: int | None) -> list[Stage]:
-    """``measure`` in a process of its own. RuntimeError if it fails."""
+    """Return the stages of ``measure``, run in a process of its own. Raises RuntimeError if the process fails."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_child, args=(sender, folder, config, dtype, buckets))
@@ -84,13 +85,13 @@ def stages_of(folder: Path, config: ServerConfig, dtype: str, buckets: int | Non
     except EOFError:
         process.join()
     if process.exitcode:
-        raise RuntimeError(f"the measured process ended with {process.exitcode}")
+        raise RuntimeError(f"the measured process ended with exit code {process.exitcode}")
     return stages
 
 
 def table(stages: list[Stage]) -> Table:
-    """Megabytes: what each stage should add and added, and what the process then holds."""
-    rows = Table("stage", "expected", "added", "own", "files", "peak meanwhile", title="host memory, MB")
+    """Return a table in megabytes: expected and measured growth of each stage, and the process's memory after it."""
+    rows = Table("stage", "expected", "added", "own", "files", "peak in stage", title="host memory, MB")
     for column in rows.columns[1:]:
         column.justify = "right"
     before = 0
@@ -106,13 +107,13 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     dp: int = 1,
     tp: int = 1,
-    dtype: Annotated[str, typer.Option(help="Of hidden states and cache.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Type of hidden states and KV cache.")] = "float32",
     max_model_len: int = 1024,
     max_rows: int = 32,
     num_pages: int = EngineConfig.num_pages,
-    buckets: Annotated[int | None, typer.Option(help="Compile the largest so many steps only.")] = None,
+    buckets: Annotated[int | None, typer.Option(help="Compile only this many of the largest steps.")] = None,
 ) -> None:
-    """Measure and print."""
+    """Measure the memory of each stage and print a table."""
     engine = EngineConfig(max_model_len=max_model_len, max_rows=max_rows, num_pages=num_pages)
     Console().print(table(stages_of(folder, ServerConfig(MeshConfig(dp, tp), engine), dtype, buckets)))
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server from any command line, and the load that ``vllm bench serve`` puts on it."""
+"""Start an OpenAI-compatible server from a command line, and put the load of ``vllm bench serve`` on it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ START_TIMEOUT_S, STOP_TIMEOUT_S, LOAD_TIMEOUT_S, ANSWER_TIMEOUT_S = 600.0, 30.0,
 
 @dataclass(frozen=True)
 class Load:
-    """One run of the generator: the options that say what it sends, and the tokens that each answer has."""
+    """One run of the load generator: its dataset, its rate, and the length of each answer."""
 
     dataset: tuple[str, ...]
+    """Options of the generator that choose the prompts."""
     rate: float
-    """Requests per second, Poisson; infinity sends all at once."""
+    """Requests per second with Poisson arrivals; infinity sends all requests immediately."""
     output_tokens: tuple[int, ...]
-    """Of each request, in the order of the generator's own records."""
+    """Output tokens of each request, in the order of the generator's records."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the generator saw of a run; times in milliseconds."""
+    """Results of one run of the load generator; times in milliseconds."""
 
     tokens_per_s: float
     requests_per_s: float
@@ -47,14 +48,14 @@ class Result:
     tpot_p99: float
     e2e_mean: float
     foreign_cpu: float
-    """Share of the machine's CPU time that neither the server nor the generator used."""
+    """Share of the host's CPU time that neither the server nor the generator used."""
 
 
 @contextlib.contextmanager
 def serving(command: Sequence[str], model: str, log: Path) -> Iterator[tuple[int, int]]:
-    """(port, process id) once the command, with {port} filled in, answers for this model.
+    """Start a server, with {port} filled in, and yield (port, process id) once it answers for this model.
 
-    Stops its whole process group afterwards. Raises SystemExit if it ends before, or does not answer in time.
+    On exit its whole process group is stopped. Raises SystemExit if the server ends early or does not answer in time.
     """
     port = free_port()
     with log.open("w") as output:
@@ -64,7 +65,7 @@ def serving(command: Sequence[str], model: str, log: Path) -> Iterator[tuple[int
         _wait_for_answer(process, port, model, log)
         yield port, process.pid
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # the second also ends children that outlive their parent
+        for number in (signal.SIGTERM, signal.SIGKILL):  # SIGKILL also ends children that outlive their parent
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,17 +77,17 @@ def _wait_for_answer(process: subprocess.Popen[bytes], port: int, model: str, lo
     body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
     url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
     while process.poll() is None and time.monotonic() < deadline:
-        # Refused, or not ready yet: an error by HTTP.
+        # A refused connection or an HTTP error means that the server is not ready yet.
         with contextlib.suppress(OSError, HTTPException):
             with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=ANSWER_TIMEOUT_S) as answer:
                 answer.read()
             return
         time.sleep(0.25)
-    raise SystemExit(f"it does not answer (exit code {process.poll()}):\n{log.read_text()[-2000:]}")
+    raise SystemExit(f"the server does not answer (exit code {process.poll()}):\n{log.read_text()[-2000:]}")
 
 
 def generator_command(loadgen: str, tokenizer: Path, port: int, model: str, load: Load, out: Path) -> list[str]:
-    """``vllm bench serve`` with this load, to write its records to ``out``."""
+    """Return the ``vllm bench serve`` command for this load, which writes its records to ``out``."""
     options = {
         "backend": "openai",
         "base-url": f"http://127.0.0.1:{port}",
@@ -117,7 +118,7 @@ def generator_command(loadgen: str, tokenizer: Path, port: int, model: str, load
 def put_load(loadgen: str, tokenizer: Path, port: int, model: str, load: Load, server: int) -> Result:
     """Run the generator against the server whose process group is ``server``.
 
-    Raises SystemExit if it or one of its requests fails.
+    Raises SystemExit if the generator or one of its requests fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
@@ -132,7 +133,10 @@ def put_load(loadgen: str, tokenizer: Path, port: int, model: str, load: Load, s
 
 
 def result_of(records: dict[str, Any], load: Load, foreign_cpu: float) -> Result:
-    """From the generator's records. Tokens are counted by what was asked for: it may count answers by their text."""
+    """Return the result of the generator's records. Raises SystemExit if a request failed.
+
+    Token counts are those of the load, because the generator may count tokens from the text of the answers.
+    """
     if failed := [error for error in records["errors"] if error]:
         raise SystemExit(f"{len(failed)} requests failed: {failed[0][-500:]}")
     ttft = np.array(records["ttfts"])
@@ -153,7 +157,7 @@ def result_of(records: dict[str, Any], load: Load, foreign_cpu: float) -> Result
 
 
 def _machine_cpu_s() -> float:
-    """CPU seconds of the whole machine since its start."""
+    """Return the CPU seconds that the whole host used since its start."""
     user, nice, system, _idle, _iowait, *interrupts = map(
         int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
     )
@@ -161,7 +165,7 @@ def _machine_cpu_s() -> float:
 
 
 def _own_cpu_s(session: int) -> float:
-    """CPU seconds of this process, its children that ended, and all processes of a session."""
+    """Return the CPU seconds of this process, its children that ended, and all processes of a session."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

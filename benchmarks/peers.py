@@ -1,14 +1,19 @@
-"""Ours against any OpenAI-compatible servers: the same checkpoint, the same load, one server at a time, several rounds.
+"""Compare gimbal serve with other OpenAI-compatible servers: the same checkpoint and load, in several rounds.
 
-The load is the public generator's, ``vllm bench serve``. In each round every server is started, warmed up, measured
-under all loads and stopped, in an order that rotates by round; ratios are taken within a round. Two arrivals:
-``offline`` (all requests at once) and ``online`` (Poisson at one rate for all servers). Three kinds of lengths:
-``fixed``; ``shared``, where three quarters of each prompt are the same for all; ``mixed``, as in the shipped
-conversation trace, scaled to the same means. No prompt comes twice to a server, but for that prefix.
+``vllm bench serve`` generates the load. In each round every server is started, warmed up, measured under all loads and
+stopped, one server at a time. The order of the servers rotates by round, and ratios are taken within a round.
 
-A peer's command says {port} where its port belongs, as in ``--peer 'NAME=env A=1 CMD --port {port}'``. It serves the
-model as ``m``, or as it is told: ``NAME:MODEL=CMD``. A program that computes in process, as a batch that is known in
-advance, is given as ``--static 'NAME=CMD'``: it prints its speed as "N tok/s", and is compared with fixed-offline.
+There are two kinds of arrivals and three kinds of lengths. No prompt is sent twice to a server, except the shared part.
+
+    offline   all requests are sent immediately
+    online    Poisson arrivals at one rate for all servers
+    fixed     all prompts and all outputs have the same length
+    shared    as fixed, and three quarters of each prompt are the same for all requests
+    mixed     lengths of the shipped conversation trace, scaled to the same means
+
+``--peer 'NAME=env A=1 CMD --port {port}'`` adds a server, with {port} in place of its port. The server names the model
+``m``, or MODEL with ``NAME:MODEL=CMD``. ``--static 'NAME=CMD'`` adds a program that computes one static batch in
+process. The program prints its speed as "N tok/s", which is compared with the load fixed-offline.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ OUT = Path(__file__).resolve().parents[1] / "out"
 OURS = "gimbal"
 Lengths = Literal["fixed", "shared", "mixed"]
 LONGEST = 3
-"""Mixed lengths are at most so many times their mean."""
+"""Largest mixed length, as a multiple of the mean."""
 
 console = Console(width=140)
 
@@ -56,25 +61,26 @@ class Server:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all rounds have in common."""
+    """Parameters that all rounds share."""
 
     model: Path
     loadgen: str
     folder: Path
-    """For logs and prompts."""
+    """Folder of logs and prompts."""
     input_len: int
     output_len: int
     offline: int
-    """Requests."""
+    """Number of requests with offline arrivals."""
     online: int
+    """Number of requests with online arrivals."""
 
 
 Round = dict[str, dict[str, float]]
-"""By server, by name of what was measured."""
+"""Values by server and by name of the measure."""
 
 
 def server_of(text: str) -> Server:
-    """From NAME=COMMAND or NAME:MODEL=COMMAND."""
+    """Parse NAME=COMMAND or NAME:MODEL=COMMAND. Raises BadParameter for other text."""
     name, equals, command = text.partition("=")
     name, _, model = name.partition(":")
     if not (name and equals and command) or name == OURS:
@@ -83,7 +89,7 @@ def server_of(text: str) -> Server:
 
 
 def load_of(bench: Bench, lengths: Lengths, count: int, rate: float, seed: int) -> Load:
-    """A run of so many requests; all seeds give other prompts."""
+    """Return a run of ``count`` requests. Different seeds give different prompts."""
     if lengths == "mixed":
         path = bench.folder / f"mixed-{seed}.jsonl"
         output_tokens = write_mixed_prompts(bench, count, seed, path)
@@ -96,7 +102,7 @@ def load_of(bench: Bench, lengths: Lengths, count: int, rate: float, seed: int) 
 
 
 def write_mixed_prompts(bench: Bench, count: int, seed: int, path: Path) -> tuple[int, ...]:
-    """A line for each request, of random words; returns how many tokens each shall get."""
+    """Write one line of random words for each request, and return the output tokens of each."""
     rng, table = np.random.default_rng(seed), length_table("azure-conv")
     row_N = rng.choice(len(table.input_N), count)
     inputs = scaled(table.input_N, bench.input_len)[row_N].tolist()
@@ -111,10 +117,10 @@ def write_mixed_prompts(bench: Bench, count: int, seed: int, path: Path) -> tupl
 
 @cache
 def word_tokens(model: Path) -> list[str]:
-    """Words that are a token each, with the space before them, so that a text of n of them has n tokens."""
+    """Return words that are one token each, with the space before them: a text of n such words has n tokens."""
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
-        raise SystemExit(f"{model} has no tokenizer")
+        raise SystemExit(f"{model}: has no tokenizer")
     texts = ((token, tokenizer.decode([token])) for token in range(10_000))
     words = [
         text for token, text in texts if text[:1] == " " and text[1:].isalpha() and tokenizer.encode(text) == [token]
@@ -125,12 +131,12 @@ def word_tokens(model: Path) -> list[str]:
 
 
 def scaled(length_N: np.ndarray, mean: int) -> np.ndarray:
-    """Lengths with about this mean, at least 1 and at most ``LONGEST`` times it."""
+    """Return the lengths scaled to about this mean, at least 1 and at most ``LONGEST`` times the mean."""
     return np.clip(np.round(length_N * (mean / length_N.mean())), 1, LONGEST * mean).astype(int)
 
 
 def static_speed(command: Sequence[str]) -> float:
-    """Tokens per second that the program says."""
+    """Run a program and return the tokens per second that it prints. Raises SystemExit if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False)
     found = re.search(r"([\d.]+) tok/s", done.stdout)
     if done.returncode or found is None:
@@ -139,7 +145,7 @@ def static_speed(command: Sequence[str]) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Least, median and most; empty if there are none."""
+    """Return minimum, median and maximum as text; empty if there are no values."""
     if not values:
         return ""
     return " ".join(
@@ -148,14 +154,17 @@ def spread(values: Sequence[float]) -> str:
 
 
 def figures(rounds: Sequence[Round], measure: str, server: str, other: str | None = None) -> list[float]:
-    """Of a server in each round that has it, or its ratio to another's in the same round."""
+    """Return a measure of a server in each round, or its ratio to another server in the same round.
+
+    Rounds in which a server lacks the measure are left out.
+    """
     names = [server] if other is None else [server, other]
     found = [[one[name][measure] for name in names] for one in rounds if all(measure in one.get(n, {}) for n in names)]
     return [values[0] if other is None else values[0] / values[1] for values in found]
 
 
 def table_of(load: str, rounds: Sequence[Round]) -> Table:
-    """Each server's own figures, then ours over each other's, paired by round."""
+    """Return a table of each server's values, then the ratios of gimbal to each other server, paired by round."""
     measures = [field.name for field in fields(Result)]
     table = Table("server", *measures, title=f"{load}: min median max of {len(rounds)} rounds; times in ms")
     names = list(dict.fromkeys(name for one in rounds for name in one))
@@ -172,9 +181,10 @@ def table_of(load: str, rounds: Sequence[Round]) -> Table:
 def measure(
     bench: Bench, server: Server, number: int, loads: Sequence[tuple[Lengths, str]], rates: Mapping[str, float]
 ) -> Round:
-    """One server's turn in a round: by load, by name of what was measured. All servers get the same prompts in it.
+    """Measure one server in one round. Return its values by load and by name of the measure.
 
-    A peer that fails loses the rest of its turn, but in round 0, by which the rates are chosen.
+    All servers get the same prompts in a round. If a peer fails, the rest of its turn is skipped. A failure of gimbal,
+    or in round 0, which sets the online rates, raises SystemExit.
     """
     results: Round = {}
     try:
@@ -200,7 +210,7 @@ def _measure(
             load = load_of(bench, lengths, count, rate, 1000 * number + seed)
             return asdict(put_load(bench.loadgen, bench.model, port, server.model, load, pid))
 
-        put("fixed", bench.offline, inf, 0)  # warms up
+        put("fixed", bench.offline, inf, 0)  # warm up
         for seed, (lengths, arrivals) in enumerate(loads, start=1):
             offline = arrivals == "offline"
             count, rate = (bench.offline, inf) if offline else (bench.online, rates[lengths])
@@ -214,30 +224,33 @@ def say(number: int, load: str, name: str, result: Mapping[str, float]) -> None:
 
 
 def main(
-    model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint that all serve.")],
+    model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint that all servers load.")],
     loadgen: Annotated[str, typer.Option(help="Path of the vllm command that has `bench serve`.")],
-    peer: Annotated[list[str] | None, typer.Option(help="NAME=COMMAND of another server; once for each.")] = None,
-    static: Annotated[list[str] | None, typer.Option(help="NAME=COMMAND of a program that prints `N tok/s`.")] = None,
-    serve_options: Annotated[str, typer.Option(help="Options for our own server.")] = "",
-    lengths: Annotated[str, typer.Option(help="Which lengths, with commas.")] = ",".join(get_args(Lengths)),
+    peer: Annotated[list[str] | None, typer.Option(help="NAME=COMMAND of another server. Repeatable.")] = None,
+    static: Annotated[
+        list[str] | None, typer.Option(help="NAME=COMMAND of a program that prints `N tok/s`. Repeatable.")
+    ] = None,
+    serve_options: Annotated[str, typer.Option(help="Options of gimbal serve.")] = "",
+    lengths: Annotated[str, typer.Option(help="Kinds of lengths, separated by commas.")] = ",".join(get_args(Lengths)),
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     input_len: Annotated[int, typer.Option(min=4)] = 128,
     output_len: Annotated[int, typer.Option(min=2)] = 64,
-    requests: Annotated[int, typer.Option(min=1, help="Requests offline.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of an offline load.")] = 32,
     online_requests: Annotated[int, typer.Option(min=1)] = 48,
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second online, for all lengths.")] = None,
     share: Annotated[
-        float, typer.Option(min=0.01, help="Or this share of the slowest server's own offline rate, measured first.")
+        float,
+        typer.Option(min=0.01, help="Without --rate: online rate as a share of the slowest server's offline rate."),
     ] = 0.7,
-    out: Annotated[Path, typer.Option(help="All rounds, as JSON.")] = OUT / "bench_peers.json",
+    out: Annotated[Path, typer.Option(help="JSON file of all rounds.")] = OUT / "bench_peers.json",
 ) -> None:
-    """Print a table for each load."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever stops this stops its server too
+    """Measure all servers and print a table for each load."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its server stops too
     chosen = [kind for kind in get_args(Lengths) if kind in lengths.split(",")]
     if len(chosen) != len(lengths.split(",")):
         raise typer.BadParameter(f"--lengths {lengths}: must be some of {','.join(get_args(Lengths))}")
     if static and "fixed" not in chosen:
-        raise typer.BadParameter("--static is compared with the fixed lengths: --lengths must have them")
+        raise typer.BadParameter(f"--lengths {lengths}: must have `fixed`, which --static is compared with")
     gimbal = str(Path(sys.executable).with_name("gimbal"))
     ours = (gimbal, "serve", str(model), "--port", "0", "--http-port", "{port}", "--served-model-name", "m")
     servers = [Server(OURS, "m", (*ours, *shlex.split(serve_options))), *map(server_of, peer or [])]

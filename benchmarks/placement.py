@@ -1,8 +1,8 @@
-"""What placement decisions cost the ticks beside them: on a thread, in a process, and without any.
+"""Measure how much placement decisions slow down ticks: decisions on a thread, in a process, and none.
 
-A server ticks over a runner whose steps take a while in which other threads may run, as on GPUs. Decisions for 48
-layers of 128 experts follow one another nearly without a pause, far more often than a server makes them. Rounds
-alternate, and ratios are taken within a round. The machine should be quiet: p99 is what is compared.
+The runner of the server sleeps during a step, as on GPUs, so that other threads can run. Decisions for 48 layers of 128
+experts follow each other almost without a pause, far more often than in a real server. Rounds alternate, and ratios are
+taken within a round. The host should be idle otherwise, because p99 is compared.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from benchmarks.tick import EXPERTS, LAYERS, MODEL, STEADY, TOP_K, Clients, Inst
 from gimbal_jax.config import GPU_ENGINE, MeshConfig, PlacementConfig, PlacementPolicy, ServerConfig
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.process import PlacementProcess
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 
 MESH = MeshConfig(2, 2)
 ROWS = 64
 NEVER = 10**9
 LEAST = 5
-"""Decisions that a run has, if it has any; a busy machine starves a nice process."""
+"""Minimum number of decisions in a run with decisions. A busy host starves a process of low priority."""
 EXECUTORS: Mapping[str, Callable[[], Executor]] = {
     "thread": lambda: ThreadPoolExecutor(1),
     "process": PlacementProcess,
@@ -40,30 +41,31 @@ EXECUTORS: Mapping[str, Callable[[], Executor]] = {
 
 @cache
 def windows_LSE() -> list[np.ndarray]:
-    """Traffic whose topics change, so that there is always something to move."""
+    """Return traffic whose topics change, so that every decision finds experts to move."""
     config = WindowConfig(LAYERS, EXPERTS, TOP_K, MESH.dp, persistence=0.5, drift=0.5)
     windows = itertools.islice(synthetic_windows(config, np.random.default_rng(0)), 6)
     return [window.counts_LSE for window in windows]
 
 
 def tick_ms(policy: PlacementPolicy, executor: Executor, window_steps: int, step_s: float, ticks: int) -> np.ndarray:
-    """Of each tick, on the clock on the wall."""
+    """Return the wall-clock milliseconds of each tick."""
     engine = replace(GPU_ENGINE, max_model_len=512, max_rows=ROWS, num_pages=ROWS * 10, max_queue=1000)
     config = ServerConfig(MESH, engine, placement=PlacementConfig(policy=policy, window_steps=window_steps))
-    server = Server(MODEL, config, InstantRunner(config, windows_LSE(), step_s), placement_executor=executor)
-    # A process imports what it needs with its first call.
+    runner = InstantRunner(config, windows_LSE(), step_s)
+    core = EngineCore(MODEL, config, runner, Rebalancer(MODEL, config, runner, executor))
+    # The first call in a process imports its modules. Make this call before timing.
     executor.submit(static_placement, LAYERS, EXPERTS, MESH.ranks).result()
     try:
-        server.open()
-        clients = Clients(server, STEADY, ROWS)
+        core.open()
+        clients = Clients(core, STEADY, ROWS)
         seconds: list[float] = []
-        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(server.status().placements) < LEAST):
+        while len(seconds) < 50 + ticks or (window_steps < NEVER and len(core.status().placement.records) < LEAST):
             began = time.perf_counter()
-            server.tick(time.monotonic())
+            core.tick(time.monotonic())
             seconds.append(time.perf_counter() - began)
             clients.renew()
     finally:
-        server.stop()
+        core.stop()
     return 1e3 * np.array(seconds[50:])
 
 
@@ -73,7 +75,7 @@ def main(
     step_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of a step.")] = 10.0,
     window_steps: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 20,
 ) -> None:
-    """Print milliseconds of a tick, and its p99 over that without decisions: min, median and max of the rounds."""
+    """Print milliseconds of a tick, and the ratio of its p99 to that without decisions (min, median and max)."""
     table = Table("policy", "decisions", "p50", "p99", "p99 / none: min", "median", "max")
     policies: list[PlacementPolicy] = [p for p in get_args(PlacementPolicy) if p in ("gimbal", "gimbal_refined")]
     for policy in policies:

@@ -1,15 +1,18 @@
-"""Plans for steps that are made by hand."""
+"""Decode rows for steps that are planned by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from gimbal_jax.serving.engine.plan import DecodeRows, SamplingRows
+from gimbal_jax.serving.engine.plan import DecodeRows, pack_sampling
+from gimbal_jax.serving.engine.request import SamplingParams
 
 
 def greedy_rows(token_D: np.ndarray, start_D: np.ndarray, page_table_DM: np.ndarray) -> DecodeRows:
-    """The first engine rows decode, greedily: int32 tokens, their positions, and the pages of their sequences."""
+    """Return greedy decode rows for the first engine rows.
+
+    Args, all int32: the last token of each sequence, its position, and the KV pages of the sequence.
+    """
     rows = len(token_D)
-    nothing, zeros = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-    sampling = SamplingRows(zeros, nothing, zeros + 1, zeros, nothing.astype(np.uint32), nothing - 1)
-    return DecodeRows(np.arange(rows, dtype=np.int32), token_D, start_D, page_table_DM, sampling)
+    sampling_DX = np.tile(pack_sampling(SamplingParams(max_tokens=1, temperature=0.0)), (rows, 1))
+    return DecodeRows(np.arange(rows, dtype=np.int32), token_D, start_D, page_table_DM, sampling_DX)

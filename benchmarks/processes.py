@@ -1,12 +1,13 @@
-"""One server in several processes on one machine: are its tokens those of one process, and what do commands cost?
+"""Compare one server in several processes on one host with one process: its tokens, and the cost of commands.
 
     python -m benchmarks.processes [--rounds 3] [--model FOLDER] [--no-losses]
 
-Serves the demo model on four virtual CPU devices as one process with four, two with two and four with one, in turn.
-Each gets the same greedy requests, streamed while a placement decision is asked for again and again, and then drains.
-Processes share the machine's cores, and collectives between them go over loopback: the ratio of step times is what
-processes and gloo cost here, not what a network of GPUs would. Then a follower, a leader and a follower again are
-killed under load, and started again each time.
+The demo model runs on four virtual CPU devices: one process with four, two with two, and four with one. Each server
+gets the same greedy requests, streamed while the client asks for placement decisions, and then drains.
+
+Processes share the host's cores, and collectives between them use loopback. The ratio of step times is therefore the
+cost of processes and gloo on this host, not of a network of GPUs. Afterwards a follower, a leader and a follower again
+are killed under load, each in a new server.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ from gimbal_jax.serving.network.ports import free_port
 
 OUT = Path("out/multihost")
 SHAPES = ((1, 4), (2, 2), (4, 1))
-"""(processes, devices of each)."""
+"""(processes, devices of each process)."""
 MESH = ("--dp", "2", "--tp", "2", "--min-gain", "0", "--smoothing", "0", "--max-queue", "512")
 REQUESTS, OUTPUT_TOKENS = 64, 48
 ASK_S = 0.5
 KILL_AFTER_STEPS = 20
-START_S, END_S = 900.0, 60.0
+START_S, END_S = 900.0, 600.0
 COMMANDS = re.compile(r"([\d,]+) commands .*: ([\d,]+) bytes, ([\d,]+) us")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One life of a server."""
+    """Results of one run of a server, from its start to its drain."""
 
     answers: list[list[int]]
     step_ms: float
-    """Of all steps of the load, by the clock."""
+    """Wall-clock milliseconds per step under load."""
     experts_moved: int
     conserved: bool
-    """Whether the tokens counted are those computed, times experts per token, in every layer and source."""
+    """Whether expert counts equal computed tokens times experts per token, in every layer and source."""
     compiles: int
     command: tuple[int, int] | None
-    """Bytes of one to one follower, and microseconds of one to all; None without followers."""
+    """Bytes of a command to one follower, and microseconds of a command to all. None without followers."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of one server; the first one leads."""
+    """The processes of one server. The first one leads."""
 
     running: list[subprocess.Popen[bytes]]
     logs: list[Path]
@@ -72,7 +73,7 @@ class Group:
 
 @contextlib.asynccontextmanager
 async def served(model: Path, processes: int, devices: int, *options: str) -> AsyncIterator[Group]:
-    """A server that serves; killed at the end. What its processes print goes to files of ``OUT``."""
+    """Start a server, yield it once it serves, and kill it on exit. Its processes write their output to ``OUT``."""
     port = free_port()
     gimbal = [sys.executable, "-m", "gimbal_jax.cli", "serve", str(model), *MESH, "--devices", f"cpu:{devices}"]
     gimbal += ["--port", str(port), "--compile-cache", str(OUT / "compiled"), *options]
@@ -97,7 +98,7 @@ async def served(model: Path, processes: int, devices: int, *options: str) -> As
 
 
 async def exit_codes(group: Group) -> list[int | None]:
-    """When all have ended, or ``END_S`` is over."""
+    """Wait at most ``END_S`` seconds for all processes, and return their exit codes; None if still running."""
     deadline = time.monotonic() + END_S
     while None in (codes := [process.poll() for process in group.running]) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
@@ -105,7 +106,7 @@ async def exit_codes(group: Group) -> list[int | None]:
 
 
 async def answer(client: GimbalClient, i: int, vocab_size: int) -> list[int]:
-    """Greedy tokens of request ``i``."""
+    """Return the greedy tokens of request ``i``."""
     rng = np.random.default_rng(i)
     prompt = rng.integers(vocab_size // 2, size=rng.integers(8, 100)).tolist()
     chunks = client.generate(token_ids=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -131,16 +132,16 @@ async def one_life(model: Path, processes: int, devices: int) -> Result:
             status, counts_LSE = await client.status(), await client.counts("total")
         group.running[0].send_signal(signal.SIGTERM)
         if any(codes := await exit_codes(group)):
-            raise ChildProcessError(f"a drain ended with {codes}: see {OUT}")
-    wanted_S = np.array(status.tokens_computed_S) * config.experts_per_token
-    said = COMMANDS.search(group.logs[0].read_text())
+            raise ChildProcessError(f"exit codes {codes} after a drain: must all be 0. See the logs in {OUT}")
+    wanted_S = np.array([engine.tokens_computed for engine in status.engines]) * config.experts_per_token
+    cost = COMMANDS.search(group.logs[0].read_text())
     return Result(
         answers,
-        seconds / status.step * 1e3,
-        status.experts_moved,
+        seconds / status.steps.count * 1e3,
+        status.placement.experts_moved,
         bool((counts_LSE.sum(axis=2) == wanted_S).all()),
-        status.compiles_after_warmup,
-        (_number(said[2]), _number(said[3])) if said else None,
+        status.steps.compiles_after_warmup,
+        (_number(cost[2]), _number(cost[3])) if cost else None,
     )
 
 
@@ -149,30 +150,29 @@ def _number(text: str) -> int:
 
 
 async def one_loss(model: Path, index: int) -> tuple[str, ...]:
-    """Kill one of two processes under load; a row of a table of what came of it."""
+    """Kill one of two processes under load. Return a row of the table of results."""
     config, options = load_config(model), ("--placement-state", str(OUT / "placement.npz"))
     began = time.monotonic()
     async with served(model, 2, 2, *options) as group:
         start = time.monotonic() - began
         async with GimbalClient(group.target) as client:
-            before = (await client.status()).step
+            before = (await client.status()).steps.count
             streams = [asyncio.create_task(answer(client, i, config.vocab_size)) for i in range(REQUESTS)]
-            while (await client.status()).step < before + KILL_AFTER_STEPS:
+            while (await client.status()).steps.count < before + KILL_AFTER_STEPS:
                 await asyncio.sleep(0.01)
             group.running[index].kill()
             killed = time.monotonic()
             ends = await asyncio.gather(*streams, return_exceptions=True)
-            told = time.monotonic() - killed
+            streams_ended = time.monotonic() - killed
             codes = await exit_codes(group)
             ended = time.monotonic() - killed
     errors = Counter(f"{error.code.name}: {error}" for error in ends if isinstance(error, ClientError))
     most, _ = errors.most_common(1)[0]
-    who = "leader" if index == 0 else "follower"
     return (
-        who,
+        "leader" if index == 0 else "follower",
         str(sum(isinstance(end, list) for end in ends)),
         f"{errors.total()}: {most[:120]}",
-        f"{told:.1f}",
+        f"{streams_ended:.1f}",
         f"{ended:.1f}",
         str(codes[1 - index]),
         f"{start:.1f}",
@@ -180,7 +180,7 @@ async def one_loss(model: Path, index: int) -> tuple[str, ...]:
 
 
 def table(results: Mapping[tuple[int, int], Sequence[Result]]) -> str:
-    """In Markdown; the first shape is what the others are compared with."""
+    """Return a table in Markdown. All shapes are compared with the first one."""
     alone = results[SHAPES[0]]
     columns = ("processes x devices", "same tokens", "counts conserved", "experts moved", "compiles", "ms a step")
     costs_of = ("of one process", "bytes a command and follower", "us a command")
@@ -211,11 +211,11 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Lives of each shape, in turn.")] = 3,
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; default the demo model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each shape.")] = 3,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; default: the demo model.")] = None,
     losses: Annotated[bool, typer.Option(help="Also kill a follower, then a leader, under load.")] = True,
 ) -> None:
-    """Print a table in Markdown; exit code 1 where tokens differ, counts are lost or something was compiled."""
+    """Print a table in Markdown. Exit with 1 if tokens differ, counts are lost or a program was compiled."""
     OUT.mkdir(parents=True, exist_ok=True)
     if model is None:
         model = OUT / "demo-model"
@@ -231,9 +231,9 @@ def main(
         rows = [asyncio.run(one_loss(model, index)) for index in (1, 0, 1)]
         columns = (
             "killed",
-            "streams that ended well",
-            "others",
-            "told after, s",
+            "completed streams",
+            "failed streams",
+            "streams ended after, s",
             "ended after, s",
             "exit code of the other",
         )

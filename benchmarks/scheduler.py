@@ -1,6 +1,7 @@
-"""How long the scheduler's decisions take on this machine: medians over repeats, as a table, and as JSON if asked.
+"""Measure how long the scheduler's decisions take: medians over repeats, as a table and optionally as JSON.
 
-Machines differ and are disturbed: compare two versions by the ratio of their times on one machine, one after the other.
+Times depend on the host and on its other load. To compare two versions, run both on one host, one after the other, and
+take the ratio.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
 BUDGET = 8192
 """Tokens of a step, as in the paper."""
 REPEAT_S = 0.005
-"""A repeat runs for this long at least."""
+"""Minimum seconds of a repeat."""
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One decision to time. ``make`` prepares it and returns what is timed."""
+    """One decision to time. ``make`` prepares it and returns the function to time."""
 
     name: str
     make: Callable[[], Run]
@@ -49,7 +50,7 @@ class Row:
 
 
 def dispatch(policy: DispatchPolicy, engines: int) -> Run:
-    """One request from its dispatch to its end, among engines under different pressure."""
+    """Return the dispatch and the end of one request, with different pressure on the engines."""
     dispatcher = Dispatcher(engines, DispatchConfig(policy), BUDGET, draw=lambda: 0.5)
     dispatcher.observe(
         replace(idle_trace(s, 1.0), waiting_prefill_tokens=100 * s, kv_use=0.5, expert_pressure=1.0 + s)
@@ -63,7 +64,7 @@ def dispatch(policy: DispatchPolicy, engines: int) -> Run:
 
 
 def observe(engines: int) -> Run:
-    """Traces of all engines, with ten requests on each that they show for the first time."""
+    """Return a round of traces from all engines. Each trace shows ten new requests."""
     dispatcher = Dispatcher(engines, DispatchConfig("round_robin"), BUDGET)
     traces = [idle_trace(s) for s in range(engines)]
     now, names = 0.0, [f"{i}" for i in range(10 * engines)]
@@ -81,14 +82,14 @@ def observe(engines: int) -> Run:
 
 
 def sort_queue(requests: int) -> Run:
-    """The order of one step."""
+    """Return the sorting of a queue for one step."""
     config = QueueConfig()
     jobs = [QueueItem(arrival=0.01 * i, prefill_tokens=i * 37 % 1000) for i in range(requests)]
     return lambda: sorted(jobs, key=lambda job: queue_key(config, job, 8.0))
 
 
 def bind_late(engines: int, requests: int) -> Run:
-    """Late binding to idle engines before one step."""
+    """Return late binding to idle engines before one step."""
     config, queue = EngineConfig(token_budget=BUDGET, num_pages=10**6), QueueConfig()
     waiting = [PendingRequest(str(i), QueueItem(0.01 * i, 1000), (0,) * engines) for i in range(requests)]
     capacity_S = [Capacity(decode_rows=s, free_rows=32, free_pages=10**6, prefills=()) for s in range(engines)]
@@ -96,7 +97,7 @@ def bind_late(engines: int, requests: int) -> Run:
 
 
 def place(find: Callable[[Objective], object], layers: int, sources: int, ranks: int, nodes: int = 1) -> Run:
-    """A placement of 128 experts for a realistic window, from the contiguous one, objective included."""
+    """Return a placement decision, objective included, for 128 experts, a realistic window and contiguous placement."""
     window = next(synthetic_windows(WindowConfig(layers, sources=sources, persistence=0.5), np.random.default_rng(0)))
     slot_of_expert_LE, config = static_placement(layers, 128, ranks), PlacementConfig()
     apart_SR = distance_SR(MeshConfig(sources, ranks // sources, nodes), config.far_distance)
@@ -124,7 +125,7 @@ ROWS = [
 
 
 def microseconds(run: Run, repeats: int) -> float:
-    """Median over repeats of the time of one run; a repeat is as many runs as fill ``REPEAT_S``."""
+    """Return the median microseconds of one run over repeats. A repeat has as many runs as fill ``REPEAT_S``."""
     began = time.perf_counter()
     run()
     runs = max(1, round(REPEAT_S / (time.perf_counter() - began)))
@@ -138,9 +139,9 @@ def microseconds(run: Run, repeats: int) -> float:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Time the rows whose names hold this text.")] = "",
+    only: Annotated[str, typer.Option(help="Time only the rows whose names contain this text.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each row.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Write {name: microseconds} here too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for {name: microseconds}.")] = None,
 ) -> None:
     """Time the scheduler's decisions."""
     times = {row.name: microseconds(row.make(), repeats) for row in ROWS if only in row.name}

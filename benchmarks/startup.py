@@ -1,7 +1,8 @@
-"""How long ``gimbal serve`` takes until it serves: the first start, which compiles, and later ones, stage by stage.
+"""Measure how long ``gimbal serve`` takes to start, stage by stage: the first start, which compiles, and later ones.
 
-Stages end with what the server says: imports and checks with the size of its KV cache, weights with its address,
-programs with "serving". CPU seconds are of all threads; where other processes take the cores they tell more.
+A line of the server's log ends each stage: the size of its KV cache ends imports and checks, its address ends weights,
+and "serving" ends programs. CPU seconds are the sum over all threads. They are more reliable than wall-clock seconds
+if other processes use the cores.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ import typer
 from gimbal_jax.bench.server_process import cpu_seconds
 
 STAGES = {"KV cache": "imports", "listening": "weights", "serving": "programs"}
-"""Beginning of a line -> the stage that ends with it."""
+"""Prefix of a log line -> the stage that the line ends."""
 
 
 def one_start(command: list[str]) -> dict[str, float]:
-    """Seconds of each stage, of all, and CPU seconds until it serves. Raises RuntimeError if it ends before."""
+    """Start a server and stop it as soon as it serves. Raises RuntimeError if the server ends before.
+
+    Returns:
+        Seconds of each stage, of the whole start ("all"), and CPU seconds ("cpu", if known).
+    """
     begin = last = time.monotonic()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -47,10 +52,10 @@ def one_start(command: list[str]) -> dict[str, float]:
 def main(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     options: Annotated[list[str] | None, typer.Argument(help="Options of `gimbal serve`, after `--`.")] = None,
-    firsts: Annotated[int, typer.Option(min=1, help="First starts.")] = 1,
-    laters: Annotated[int, typer.Option(min=1, help="Later starts after each.")] = 5,
+    firsts: Annotated[int, typer.Option(min=1, help="Number of first starts.")] = 1,
+    laters: Annotated[int, typer.Option(min=1, help="Number of later starts after each first start.")] = 5,
 ) -> None:
-    """Print medians of starts as JSON."""
+    """Print the median seconds of first and later starts as JSON."""
     first, later = [], []
     for _ in range(firsts):
         with tempfile.TemporaryDirectory() as cache:

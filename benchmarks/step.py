@@ -1,9 +1,9 @@
-"""What a step costs on the devices, by bucket, and its parts alone: decode rows and prompts of random tokens.
+"""Measure the time of a step on the devices, by bucket, and of its parts alone, with random tokens.
 
     python -m benchmarks.step CHECKPOINT --out out/bench_step.json
 
-Everything is timed in turn, round by round, so that what else the machine does meets all alike. Seconds of the wall are
-what a server waits; seconds of the processors, over their number, are what remains if they are shared with others.
+All work is timed alternately, round by round, so that other load of the host affects all of it equally. Wall-clock
+seconds are the time that a server waits. CPU seconds divided by the number of CPUs depend less on other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ console = Console(width=150)
 
 
 def plan_of(rows: int, tiles: int, context: int, prompt: int, vocab_size: int, engine: EngineConfig) -> Plan:
-    """``rows`` sequences that decode after ``context`` tokens, as far as the prompts that fill ``tiles`` leave rows."""
+    """Return a plan of prompts that fill ``tiles`` tiles, and of at most ``rows`` sequences that decode.
+
+    Each decoding sequence has ``context`` tokens in its KV cache. Prompts take rows first.
+    """
     rng = np.random.default_rng(0)
     pages = iter(rng.permutation(engine.num_pages).astype(np.int32))
 
@@ -66,14 +69,13 @@ def step_of(runner: DeviceRunner, plan: Plan) -> Work:
     plans = [plan] * runner.config.mesh.dp
 
     def work() -> object:
-        runner.enqueue(plans, lambda name: None)
-        return runner.results()
+        return runner.enqueue(plans, lambda name: None)()
 
     return work
 
 
 def in_all_layers(function: Callable[..., jax.Array], x: jax.Array, layers: Sequence[Any]) -> Work:
-    """A program that applies ``function`` to what it gave in the layer before, and to each layer's arrays."""
+    """Compile a program that applies ``function`` layer by layer, to the last layer's result and the layer's arrays."""
 
     def run(x: jax.Array, layers: Sequence[Any]) -> jax.Array:
         for layer in layers:
@@ -85,7 +87,7 @@ def in_all_layers(function: Callable[..., jax.Array], x: jax.Array, layers: Sequ
 
 
 def experts_of(model: ModelConfig, weights: Any, tokens: int) -> Work:
-    """The experts of all layers, by a router that prefers none."""
+    """Return the work of the experts of all layers, with uniformly random routing."""
     rng, k = np.random.default_rng(0), model.experts_per_token
     slot_n = np.argsort(rng.random((tokens, model.num_experts)))[:, :k].reshape(-1)
     place_n = np.empty(tokens * k, np.int32)
@@ -100,7 +102,12 @@ def experts_of(model: ModelConfig, weights: Any, tokens: int) -> Work:
 
 
 def attention_of(model: ModelConfig, engine: EngineConfig, dtype: Any, queries: int, start_G: np.ndarray) -> Work:
-    """Attention of all layers from groups of so many tokens, which begin at these positions; each has its own pages."""
+    """Return the attention work of all layers.
+
+    Args:
+        queries: Tokens of each group.
+        start_G: Position of the first token of each group. Every group has its own row of KV pages.
+    """
     rng, groups = np.random.default_rng(0), len(start_G)
     pages = -(-int(start_G.max() + queries) // engine.page_size)
     table_GM = np.zeros((groups, engine.pages_per_row), np.int32)
@@ -113,7 +120,7 @@ def attention_of(model: ModelConfig, engine: EngineConfig, dtype: Any, queries: 
 
 
 def head_of(model: ModelConfig, weights: Any, rows: int) -> Work:
-    """Logits of so many rows, and the best token of each."""
+    """Return the work that computes the logits of ``rows`` rows and the best token of each."""
     table_VD = weights["embed" if model.tie_embeddings else "head"].get_value()
     hidden_ND = jnp.asarray(np.random.default_rng(0).normal(size=(rows, model.hidden_size)), model.dtype)
 
@@ -124,7 +131,10 @@ def head_of(model: ModelConfig, weights: Any, rows: int) -> Work:
 
 
 def seconds_of(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, float]]:
-    """Least and median seconds of each, and least of the processors' over their number."""
+    """Return the seconds of each work: "least" and "median" wall-clock, and "processors".
+
+    "processors" is the least CPU time divided by the number of CPUs.
+    """
     wall: dict[str, list[float]] = {name: [] for name in works}
     processors: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
@@ -133,7 +143,7 @@ def seconds_of(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, fl
             work()
             processors[name].append((time.process_time() - used) / len(os.sched_getaffinity(0)))
             wall[name].append(time.perf_counter() - began)
-    # The first round warms up.
+    # The first round is a warm-up and is ignored.
     return {
         name: {
             "least": min(wall[name][1:]),
@@ -145,21 +155,21 @@ def seconds_of(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, fl
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     dp: Annotated[int, typer.Option(min=1)] = 1,
     tp: Annotated[int, typer.Option(min=1)] = 1,
     devices: Annotated[str, typer.Option(help=DEVICES_HELP)] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of hidden states and KV cache.")] = "float32",
-    weights_dtype: Annotated[str, typer.Option(help="`auto` as gimbal serve does.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Type of hidden states and KV cache.")] = "float32",
+    weights_dtype: Annotated[str, typer.Option(help="Type of weights; `auto`: as gimbal serve chooses.")] = "auto",
     tile: Annotated[int, typer.Option(min=2)] = EngineConfig.tile,
     budget: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = EngineConfig.token_budget,
-    context: Annotated[int, typer.Option(min=0, help="Tokens before those that decode.")] = 160,
+    context: Annotated[int, typer.Option(min=0, help="Tokens in the KV cache of each decoding sequence.")] = 160,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     rounds: Annotated[int, typer.Option(min=1)] = 20,
-    parts: Annotated[bool, typer.Option(help="Also experts, attention and head alone, on one device.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Write the seconds here as JSON.")] = None,
+    parts: Annotated[bool, typer.Option(help="Also time experts, attention and head alone (one device only).")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the seconds.")] = None,
 ) -> None:
-    """Print milliseconds of a step in each bucket, filled, and of its parts."""
+    """Print the milliseconds of a full step in each bucket, and of its parts."""
     mesh_config = MeshConfig(dp, tp)
     available = set_up_devices(devices, mesh_config)
     if weights_dtype == "auto":

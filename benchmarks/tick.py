@@ -1,8 +1,8 @@
-"""What a tick costs without the devices: ``Server.tick`` over a runner that has its results at once.
+"""Measure the host's work in a tick: ``EngineCore.tick`` over a runner that returns results immediately.
 
-The arrays of a step are made as for real devices (``serving.batch``), in numpy, and real results are read from them;
-nothing computes. So this is all that the engine thread does between two steps: for 2, 16 and 64 engines of 256 running
-requests each, by phase, and how it grows; or over a long time, by what memory that takes.
+The runner packs the arrays of a step and unpacks results as for real devices (``serving.runtime.batch``), in numpy, but
+computes no model. The measured time is therefore all work of the engine thread between two steps. It is shown by phase
+for 2, 16 and 64 engines with 256 running requests each. ``--long`` measures memory over many ticks instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,17 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from gimbal_jax.config import GPU_ENGINE, MeshConfig, ModelConfig, ServerConfig
-from gimbal_jax.model.inputs import StepOutputs, StepShape, step_shape
+from gimbal_jax.model.inputs import StepOutputs, step_shape
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
-from gimbal_jax.serving.engine.runner import Lap
-from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets
+from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.engine.runner import Mark, Pending
+from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
-"""Of Qwen3-30B-A3B."""
+"""Sizes of Qwen3-30B-A3B."""
 MODEL = ModelConfig(
     VOCABULARY,
     2048,
@@ -53,39 +52,39 @@ MODEL = ModelConfig(
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 CLOCK = time.thread_time
-"""CPU time: what else the machine does is not counted, and nothing here waits."""
+"""CPU time of the thread. It excludes other load of the host, and the measured code never waits."""
 
 console = Console(width=150)
 
 
 class InstantRunner:
-    """Chooses token 1 everywhere; its traffic is one window after the other, over and over."""
+    """A runner that chooses token 1 for every sequence and repeats a list of windows as its traffic."""
 
     expert_bytes = 3 * 2048 * 768 * 2
     ahead = 1
 
     def __init__(self, config: ServerConfig, windows_LSE: Sequence[np.ndarray], step_s: float = 0.0) -> None:
-        """``windows_LSE``: what each ``begin_counts`` gives. ``step_s``: how long a step takes on its devices."""
+        """``begin_counts`` returns one of ``windows_LSE`` after the other. A step takes ``step_s`` seconds."""
         self.slot_of_expert_LE = static_placement(LAYERS, EXPERTS, config.mesh.ranks)
         self._engine, self._step_s = config.engine, step_s
         self._buckets = step_buckets(config.engine, config.mesh.tp)
-        self._blank = blank(config.engine, VOCABULARY, config.mesh.dp)
-        self._enqueued: deque[tuple[Sequence[Plan], StepShape, float]] = deque()
+        self._defaults = default_rare_inputs(config.engine, VOCABULARY, config.mesh.dp)
+        self._done = 0.0  # time at which the last enqueued step ends
         self._windows_LSE = itertools.cycle(windows_LSE)
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
         shape = step_shape(self._engine, bucket_for(plans, self._buckets))
-        stack(plans, shape, self._blank)
-        lap("batch")
-        before = self._enqueued[-1][2] if self._enqueued else 0.0
-        self._enqueued.append((plans, shape, max(before, time.perf_counter()) + self._step_s))
+        pack_step(plans, shape, self._defaults)
+        mark("batch")
+        done = self._done = max(self._done, time.perf_counter()) + self._step_s
 
-    def results(self) -> list[StepResult]:
-        plans, shape, done = self._enqueued.popleft()
-        if (left := done - time.perf_counter()) > 0:
-            time.sleep(left)
-        outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
-        return [results_of(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+        def pending() -> list[StepResult]:
+            if (left := done - time.perf_counter()) > 0:
+                time.sleep(left)
+            outputs = StepOutputs(np.ones((len(plans), shape.sequences), np.int32), None, None)
+            return [unpack_results(outputs, plan, engine, shape) for engine, plan in enumerate(plans)]
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         counts_LSE = next(self._windows_LSE)
@@ -101,15 +100,15 @@ class InstantRunner:
 
 @dataclass(frozen=True)
 class Load:
-    """What the engines have to do."""
+    """The work of the engines."""
 
     name: str
     sampling: SamplingParams = GREEDY
     prompt: int = 128
     output: int = 3500
-    """Tokens of a request; whenever one ends, another comes."""
+    """Output tokens of a request. A new request replaces each one that ends."""
     waiting: int = 0
-    """Requests of each engine that wait beside those that run."""
+    """Waiting requests of each engine, in addition to the running ones."""
 
 
 STEADY = Load("ends and admissions", output=256)
@@ -123,79 +122,80 @@ LOADS = (
 
 
 class Clients:
-    """Keep so many requests in each engine; all their prompts are different."""
+    """Clients that keep a fixed number of requests in each engine, all with different prompts."""
 
-    def __init__(self, server: Server, load: Load, running: int) -> None:
-        self._server, self._load = server, load
+    def __init__(self, core: EngineCore, load: Load, running: int) -> None:
+        self._core, self._load = core, load
         self._serial = itertools.count()
-        self._sent = [0] * len(server.engines)
+        self._sent = [0] * len(core.engines)
         self._engine_of: dict[str, int] = {}
-        server.on_outputs = self._take
+        core.subscribe(self._take)
         self._ended: list[str] = []
-        for engine in range(len(server.engines)):
+        for engine in range(len(core.engines)):
             for place in range(running + load.waiting):
-                # The first ones end one after the other, as later ones do.
+                # Give the first requests increasing lengths, so that they end one after the other.
                 self._send(engine, 1 + (place * load.output) // running if place < running else load.output)
 
     def renew(self) -> None:
-        """A new request for each that has ended."""
+        """Send a new request for each one that has ended."""
         for name in self._ended:
             self._send(self._engine_of.pop(name), self._load.output)
         self._ended.clear()
 
-    def _take(self, outputs: list[Output]) -> None:
-        self._ended += [output.request_id for output in outputs if output.finish_reason is not None]
+    def _take(self, news: TickNews) -> None:
+        self._ended += [output.request_id for output in news.outputs if output.finish_reason is not None]
 
     def _send(self, engine: int, output: int) -> None:
         serial = next(self._serial)
+        name = str(serial)
         prompt = (serial % VOCABULARY, *range(self._load.prompt - 1))
         sampling = replace(self._load.sampling, max_tokens=min(output, self._load.output), seed=serial)
         self._sent[engine] += 1
-        self._engine_of[str(serial)] = engine
-        self._server.submit(Request(str(serial), prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
+        self._engine_of[name] = engine
+        self._core.submit(Request(name, prompt, sampling, serial * 1e-6, engine, self._sent[engine]))
 
 
 @contextmanager
-def loaded_server(engines: int, rows: int, load: Load) -> Iterator[tuple[Server, Clients]]:
-    """A server that is to be ticked by hand, with all rows running."""
+def loaded_core(engines: int, rows: int, load: Load) -> Iterator[tuple[EngineCore, Clients]]:
+    """Yield a server with all rows running, which the caller ticks."""
     longest = load.prompt + load.output + 1
     engine = replace(
         GPU_ENGINE, max_model_len=longest, max_rows=rows, num_pages=rows * (longest // 64 + 2), max_queue=2**20
     )
     config = ServerConfig(MeshConfig(engines, 1), engine)
     counts_LSE = np.random.default_rng(0).poisson(100, (LAYERS, engines, EXPERTS))
-    server = Server(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
+    core = EngineCore(MODEL, config, InstantRunner(config, [counts_LSE]), clock=CLOCK)
     try:
-        server.open()
-        clients = Clients(server, load, rows)
-        while any(engine.running < rows for engine in server.engines):
-            server.tick(time.monotonic())
+        core.open()
+        clients = Clients(core, load, rows)
+        while any(engine.running < rows for engine in core.engines):
+            core.tick(time.monotonic())
             clients.renew()
-        yield server, clients
+        yield core, clients
     finally:
-        server.stop()
+        core.stop()
 
 
-def tick_seconds(server: Server, clients: Clients, ticks: int) -> np.ndarray:
-    """Of each of so many ticks; the requests that come in between are not counted."""
+def tick_seconds(core: EngineCore, clients: Clients, ticks: int) -> np.ndarray:
+    """Return the seconds of each tick, without the time to send new requests."""
     seconds = np.zeros(ticks)
     for i in range(ticks):
         began = CLOCK()
-        server.tick(time.monotonic())
+        core.tick(time.monotonic())
         seconds[i] = CLOCK() - began
         clients.renew()
     return seconds
 
 
 def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int) -> list[dict[str, object]]:
-    """Milliseconds of a tick and of its phases (mean, p50, p99), for each load and number of engines."""
+    """Return the milliseconds (mean, p50, p99) of a tick and of its phases, for each load and number of engines."""
     found: list[dict[str, object]] = []
     for load in loads:
         for engines in sizes:
-            with loaded_server(engines, rows, load) as (server, clients):
-                tick_seconds(server, clients, 20)
-                seconds = tick_seconds(server, clients, ticks)
-                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in server.status().phases}
+            with loaded_core(engines, rows, load) as (core, clients):
+                tick_seconds(core, clients, 20)
+                seconds = tick_seconds(core, clients, ticks)
+                phases = {p.name: [1e3 * s for s in (p.mean_s, p.p50_s, p.p99_s)] for p in core.status().steps.phases}
             tick = [1e3 * float(value) for value in (seconds.mean(), *np.percentile(seconds, (50, 99)))]
             found.append({"load": load.name, "engines": engines, "tick": tick, **phases})
             console.print(f"{load.name}, {engines} engines: {tick[1]:.2f} ms")
@@ -203,11 +203,11 @@ def at_scale(loads: Sequence[Load], sizes: Sequence[int], rows: int, ticks: int)
 
 
 def over_time(ticks: int, rows: int) -> None:
-    """Traced memory of a server as it runs, and the lines of code that hold more at the end than after a tenth."""
-    with loaded_server(2, rows, STEADY) as (server, clients):
+    """Print the traced memory of a running server, and the lines of code whose memory grew after the first tenth."""
+    with loaded_core(2, rows, STEADY) as (core, clients):
         tracemalloc.start()
         for part in range(1, 11):
-            tick_seconds(server, clients, ticks // 10)
+            tick_seconds(core, clients, ticks // 10)
             gc.collect()
             console.print(f"{part * (ticks // 10):,} ticks: {tracemalloc.get_traced_memory()[0] / 2**10:,.0f} KiB")
             if part == 1:
@@ -218,14 +218,14 @@ def over_time(ticks: int, rows: int) -> None:
 
 
 def main(
-    engines: Annotated[str, typer.Option(help="Numbers of engines.")] = "2,16,64",
+    engines: Annotated[str, typer.Option(help="Numbers of engines, separated by commas.")] = "2,16,64",
     rows: Annotated[int, typer.Option(min=1, help="Running requests of each engine.")] = 256,
     ticks: Annotated[int, typer.Option(min=10, help="Ticks to time; profiles hold the last 1,024.")] = 300,
-    only: Annotated[str, typer.Option(help="Loads whose names hold this text.")] = "",
-    long: Annotated[int, typer.Option(min=0, help="Instead: so many ticks of two engines, and their memory.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+    only: Annotated[str, typer.Option(help="Run only the loads whose names contain this text.")] = "",
+    long: Annotated[int, typer.Option(min=0, help="Measure memory over this many ticks of two engines instead.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
 ) -> None:
-    """Print milliseconds: of the tick, medians of its phases, and how its cost per engine grows with the engines."""
+    """Print the milliseconds of a tick, the medians of its phases, and the growth of its time per engine."""
     if long:
         return over_time(long, rows)
     sizes = [int(number) for number in engines.split(",")]

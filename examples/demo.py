@@ -1,8 +1,8 @@
-"""The demo: a real trace through gRPC, in short rounds under a baseline and under gimbal in turn.
+"""Replay a real trace through gRPC, in short rounds on a baseline and on gimbal alternately.
 
-Makes a small checkpoint in out/demo-model and starts one ``gimbal serve`` process per set of policies. Every round
-replays the same stretch of the shipped trace, first on the baseline and then on gimbal. Prints one table, and writes
-out/demo.png and out/demo.json. The logs of the servers are out/demo-*.log.
+The demo writes a small checkpoint to out/demo-model and starts one ``gimbal serve`` process per set of policies. Every
+round replays the same part of the shipped trace, first on the baseline and then on gimbal. The demo prints one table
+and writes out/demo.png and out/demo.json. The servers log to out/demo-*.log.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ RUNS = {
 }
 
 ROUNDS = 5
-# A dense stretch of the trace. It was recorded on large GPUs: two CPU cores get fewer tokens per request.
+# A dense part of the trace. It was recorded on large GPUs, so requests are scaled down for two CPU cores.
 STRETCH = slice(60, 84)
 SLOWDOWN, INPUT_SCALE, OUTPUT_SCALE = 0.75, 1 / 2, 1 / 4
-# Topics persist: eight conversations at a time, each of 25 requests on average.
+# Topics persist: eight conversations run at a time, and each has 25 requests on average.
 CONVERSATIONS, CONVERSATION_END = 8, 0.04
 SAMPLE_PERIOD_S = 2.0
 START_TIMEOUT_S = 900.0
-"""Compiling takes a minute or two, and longer on a busy machine."""
+"""Timeout of a start. Compiling takes one or two minutes, and longer on a busy host."""
 
 console = Console(highlight=False)
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_rounds() -> list[list[Call]]:
-    """Return the requests of each round: the same arrivals and lengths, with new prompts on persistent topics."""
+    """Return the requests of each round: the same arrivals and lengths, and new prompts on persistent topics."""
     with resources.as_file(resources.files("gimbal_jax") / "data" / "azure_llm_2023_conv.csv") as path:
         rows = scale_trace(
             read_trace(path)[STRETCH], seconds=SLOWDOWN, input_tokens=INPUT_SCALE, output_tokens=OUTPUT_SCALE
@@ -90,13 +90,13 @@ def make_rounds() -> list[list[Call]]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, topic: str, count: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """Return exactly ``count`` tokens of a topic: every word has at least one."""
+    """Return exactly ``count`` tokens on a topic, cut from ``count`` words of at least one token each."""
     return tuple(tokenizer.encode(topic_prompt(topic, count, rng))[:count])
 
 
 @dataclass
 class Side:
-    """A server under one set of policies, and what its rounds measured so far."""
+    """A server with one set of policies, and the measurements of its rounds so far."""
 
     name: str
     client: GimbalClient
@@ -105,9 +105,9 @@ class Side:
 
 
 async def run(rounds: Sequence[Sequence[Call]]) -> tuple[list[RunReport], list[dict[str, Any]]]:
-    """Replay every round on each server in turn; return the reports, and all details for the JSON file."""
+    """Replay every round on each server. Return the reports and all details for the JSON file."""
     async with contextlib.AsyncExitStack() as stack:
-        # The first server compiles. The others, which are started later, read its compiled programs.
+        # The first server compiles. The others start later and read its compiled programs.
         sides = [await stack.enter_async_context(started(name, policies)) for name, policies in RUNS.items()]
         for number, calls in enumerate(rounds, start=1):
             for side in sides:
@@ -118,7 +118,7 @@ async def run(rounds: Sequence[Sequence[Call]]) -> tuple[list[RunReport], list[d
 
 @contextlib.asynccontextmanager
 async def started(name: str, policies: Sequence[str]) -> AsyncIterator[Side]:
-    """Start a server, which stops at the end."""
+    """Start a server, yield its side, and stop it on exit."""
     log = OUT / f"demo-{name.split(',')[0]}.log"
     async with contextlib.AsyncExitStack() as stack:
         with progress_bar(f"starting {name}"):
@@ -129,7 +129,7 @@ async def started(name: str, policies: Sequence[str]) -> AsyncIterator[Side]:
 
 
 async def play(side: Side, calls: Sequence[Call], what: str) -> None:
-    """Replay one round on one server, and sample its counts meanwhile."""
+    """Replay one round on one server, and sample its counts during the round."""
     sampler = asyncio.create_task(keep_sampling(side))
     done = 0
     with progress_bar(what) as progress:
@@ -158,7 +158,7 @@ async def keep_sampling(side: Side) -> None:
 
 
 async def settled_sample(client: GimbalClient) -> Traffic:
-    """Return a sample after the last step: the counts of two in a row agree."""
+    """Return a sample after the last step, when the counts of two consecutive samples agree."""
     last = await sample(client)
     while True:
         await asyncio.sleep(0.5)
@@ -169,7 +169,7 @@ async def settled_sample(client: GimbalClient) -> Traffic:
 
 
 async def report(side: Side) -> tuple[RunReport, dict[str, Any]]:
-    """Return the report of a side, and everything known about it for the JSON file."""
+    """Return the report of a side, and all its details for the JSON file."""
     status = await side.client.status()
     placement = await side.client.placement()
     decisions = await side.client.decisions()
@@ -179,7 +179,7 @@ async def report(side: Side) -> tuple[RunReport, dict[str, Any]]:
         ranks=placement.ranks,
         rounds=tuple(summarise(measured) for measured in side.rounds),
         experts=expert_traffic(side.samples, placement.ranks),
-        experts_moved=status.experts_moved,
+        experts_moved=status.placement.experts_moved,
         preemptions=status.preemptions,
         tokens_counted=int((last - first).sum()) / (len(last) * load_config(MODEL).experts_per_token),
         tokens_served=tokens_served(chain.from_iterable(side.rounds)),
@@ -203,12 +203,12 @@ async def report(side: Side) -> tuple[RunReport, dict[str, Any]]:
 
 
 def tokens_served(measured: Iterable[Measurement]) -> int:
-    """Count the tokens that the model had to compute: neither cached ones nor the last one of each output."""
+    """Return the number of tokens that the model had to compute, without cached ones and the last of each output."""
     return sum(m.input_tokens - m.cached_tokens + m.output_tokens - 1 for m in measured if m.output_tokens)
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Return a record for JSON, which has no NaN."""
+    """Return a record as a dictionary for JSON, with None instead of NaN."""
     return asdict(record, dict_factory=lambda items: {key: None if value != value else value for key, value in items})
 
 

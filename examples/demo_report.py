@@ -1,4 +1,4 @@
-"""What the rounds of the demo did to requests and experts, as numbers, one table and one picture.
+"""Results of the demo for requests and experts, as numbers, one table and one picture.
 
 Axes: L MoE layers, S sources (DP engines), E experts, R ranks.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ from gimbal_jax.scheduler.traffic import imbalance_L, rank_of_expert, remote_sha
 
 RANK_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951")
 
-# Label -> value of one round; rows of the table, and with the first three the panels of the picture.
+# Label -> value of one round. These are rows of the table and panels of the picture.
 LATENCIES: dict[str, Callable[[Summary], float]] = {
     "TTFT mean (ms)": lambda clients: clients.ttft_mean_s * 1e3,
     "TPOT mean (ms)": lambda clients: clients.tpot_mean_s * 1e3,
@@ -46,11 +47,11 @@ class ExpertTraffic:
     imbalance: float
     """Load of the fullest rank over the mean rank load, over all traffic."""
     imbalance_at_end: float
-    """The same over the last quarter of the traffic, when the placement has seen the earlier three."""
+    """Imbalance over the last quarter of the traffic, after placement decisions on the earlier three."""
     remote_share: float
     """Share of expert tokens that left the ranks of their source, over all traffic."""
     remote_share_at_end: float
-    """The same over the last quarter of the traffic."""
+    """Remote share over the last quarter of the traffic."""
     before: Traffic
     """Traffic until the first change of placement."""
     after: Traffic
@@ -59,32 +60,34 @@ class ExpertTraffic:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All rounds under one set of policies."""
+    """Results of all rounds with one set of policies."""
 
     name: str
     ranks: int
     rounds: tuple[Summary, ...]
-    """Latency and throughput as the clients saw them."""
+    """Latency and throughput of each round, as measured by the clients."""
     experts: ExpertTraffic
     experts_moved: int
     preemptions: int
-    """Sequences that lost their pages to others, and were computed again."""
+    """Number of times that a sequence lost its pages to another one and was computed again."""
     tokens_counted: float
     """Tokens in the server's expert counts: their sum, divided by layers * k."""
     tokens_served: int
-    """Tokens that the requests made the model compute, as their clients know them."""
+    """Tokens that the model had to compute for the requests, as counted by the clients."""
 
 
 def expert_traffic(samples: Sequence[Traffic], ranks: int) -> ExpertTraffic:
-    """Sum up samples of the counts since start, oldest first.
+    """Summarise samples of the counts since the start, oldest first.
 
-    The traffic between two samples is taken as served by the earlier one's placement.
-    Raises ValueError without traffic between the first sample and the last.
+    The traffic between two samples is attributed to the placement of the earlier one. Raises ValueError if there is no
+    traffic between the first and the last sample.
     """
     first, last = samples[0], samples[-1]
     total = (last.counts_LSE - first.counts_LSE).sum()
     if not total:
-        raise ValueError(f"samples: no traffic in {len(samples)} of them")
+        raise ValueError(
+            f"samples: {len(samples)} samples have no traffic. Send requests between the first and the last"
+        )
     changed = (i for i, s in enumerate(samples) if not np.array_equal(s.slot_of_expert_LE, first.slot_of_expert_LE))
     last_unchanged = max(next(changed, len(samples)) - 1, 1)
     quarter = next(
@@ -116,7 +119,10 @@ def _since(a: Traffic, b: Traffic, slot_of_expert_LE: np.ndarray) -> Traffic:
 
 
 def comparison_table(runs: Sequence[RunReport]) -> Table:
-    """Return one column per run, one row per measure; first the rows that hardly depend on the load of the machine."""
+    """Return a table of one column per run and one row per measure.
+
+    The rows that hardly depend on other load of the host are first.
+    """
     experts: dict[str, Callable[[RunReport], str]] = {
         "rank imbalance at the end": lambda run: f"{run.experts.imbalance_at_end:.3f}",
         "remote share at the end": lambda run: f"{run.experts.remote_share_at_end:.1%}",
@@ -144,18 +150,18 @@ def _median_and_range(values: Sequence[float]) -> str:
 
 
 def notes(runs: Sequence[RunReport]) -> list[str]:
-    """Return the sentences that the table needs to be read rightly."""
+    """Return sentences that explain how to read the table."""
     found = [
-        "At the end: over the last quarter of the traffic. These first rows hardly depend on the load of the machine. "
+        "At the end: over the last quarter of the traffic. The first rows hardly depend on other load of the host. "
         "Usually eplb's ranks are slightly more even, while gimbal moves several times fewer experts.",
-        "Latency and throughput do depend on it: a difference within the range of the rounds is noise. On CPU devices "
-        "expect none (docs/results.md).",
+        "Latency and throughput depend on the load of the host. A difference within the range of the rounds is noise. "
+        "Expect no difference on CPU devices (docs/results.md).",
     ]
     if any(run.tokens_counted != run.tokens_served for run in runs):
         preempted = ", ".join(f"{run.name}: {run.preemptions}" for run in runs)
         found.append(
-            "Tokens counted exceed tokens served where sequences were preempted and computed again, or requests "
-            f"failed. Preemptions: {preempted}."
+            "Tokens counted exceed tokens served if sequences were preempted and computed again, or requests failed. "
+            f"Preemptions: {preempted}."
         )
     return found
 
@@ -163,14 +169,15 @@ def notes(runs: Sequence[RunReport]) -> list[str]:
 def draw(runs: Sequence[RunReport], path: Path) -> None:
     """Write a picture: the expert load of each rank, and below it the latencies of the rounds.
 
-    A row per run shows the ranks before the first move on the left and the last quarter of the traffic on the right. It
-    is one layer, the least even one of the first run before any expert moved. A segment is an expert, coloured by the
-    rank that held it at first.
+    Each run has a row, with the ranks before the first move on the left and the last quarter of the traffic on the
+    right. The picture shows one MoE layer, the one with the largest imbalance in the first run before any expert moved.
+    A segment is an expert, with the colour of the rank that held it at first.
     """
     before = runs[0].experts.before
     layer = int(imbalance_L(before.counts_LSE, before.slot_of_expert_LE, runs[0].ranks).argmax())
     figure = Figure(figsize=(10, 3.5 + 3.4 * len(runs)), layout="constrained")
-    ranks_part, rounds_part = figure.subfigures(2, 1, height_ratios=(3.4 * len(runs), 2.6))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3.4 * len(runs), 2.6))
+    ranks_part, rounds_part = parts
     axes_row_column = ranks_part.subplots(len(runs), 2, sharex=True, sharey=True, squeeze=False)
     for run, row in zip(runs, axes_row_column, strict=True):
         home_E = rank_of_expert(run.experts.before.slot_of_expert_LE[layer], run.ranks)
@@ -190,7 +197,7 @@ def draw(runs: Sequence[RunReport], path: Path) -> None:
 
 
 def _draw_rounds(axes_row: Sequence[Axes], runs: Sequence[RunReport]) -> None:
-    """Draw one panel per latency: a line per run, and its median dashed."""
+    """Draw one panel per latency, with a line per run and its median dashed."""
     for axes, (label, measure) in zip(axes_row, LATENCIES.items(), strict=True):
         for run, colour in zip(runs, ("#777777", "#d1495b", *RANK_COLOURS), strict=False):
             values = [measure(clients) for clients in run.rounds]
@@ -205,7 +212,7 @@ def _draw_rounds(axes_row: Sequence[Axes], runs: Sequence[RunReport]) -> None:
 
 
 def _draw_ranks(axes: Axes, traffic: Traffic, ranks: int, layer: int, home_E: np.ndarray) -> None:
-    """Stack the experts of each rank, the busiest at the bottom, on their first ranks' colours."""
+    """Draw the experts of each rank as a stack, the busiest at the bottom, in the colours of their first ranks."""
     load_E = traffic.counts_LSE[layer].sum(axis=0)
     height_E = load_E * ranks / max(int(load_E.sum()), 1)
     rank_E = rank_of_expert(traffic.slot_of_expert_LE[layer], ranks)

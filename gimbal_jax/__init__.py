@@ -1,10 +1,13 @@
-"""An MoE LLM server in JAX whose three decisions work as one loop.
+"""A server for Mixture-of-Experts language models in JAX. Three decisions work as one loop:
 
-Which engine gets a request, which request an engine runs first, and which device
-holds each expert: ``gimbal_jax.scheduler`` decides, ``gimbal_jax.model`` computes,
-``gimbal_jax.serving`` runs them as a server. The names below are for use in programs
-of your own. Those of the scheduler need numpy only; the others are imported when they
-are first used, so that the scheduler never loads jax.
+which engine gets a request, which request an engine runs first, and which device holds each expert. ``scheduler``
+decides, ``model`` computes, and ``serving`` runs both as a server.
+
+The names below are for your own programs (docs/library.md). Names of the scheduler need numpy only. The others are
+imported at their first use, so that the scheduler never loads jax.
+
+Modules here: ``config`` (all settings), ``exceptions`` (errors that cross rooms), ``version``. The rooms are in
+ARCHITECTURE.md.
 """
 
 from importlib import import_module
@@ -94,14 +97,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "GimbalClient": "serving.client",
+    "GimbalClient": "client.client",
     "Routing": "pallas_kernels",
     "exact_answer": "scheduler.exact",
     "exchange_table": "model.experts",
     "move_experts": "model.experts",
     "route_and_count": "pallas_kernels",
 }
-"""Name -> module of what would load jax, gRPC or scipy."""
+"""Module of each name that loads jax, gRPC or scipy."""
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ DispatchPolicy = Literal[
 ]
 PressureForm = Literal["sum", "max"]
 QueuePolicy = Literal["sjf_aging", "fcfs", "hrrn", "priority"]
-PlacementPolicy = Literal["gimbal", "gimbal_refined", "gimbal_uncalibrated", "eplb", "eplb_hierarchical", "static"]
+PlacementPolicy = Literal["gimbal", "gimbal_refined", "eplb", "eplb_hierarchical", "static"]
 OfflinePolicy = Literal["moetuner", "sem_moe"]
 """Policies that need an offline profile instead of a window, for ``gimbal place``."""
 LoadTerm = Literal["square", "max"]

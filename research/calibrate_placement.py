@@ -1,16 +1,16 @@
-"""Calibrates the placement objective's weights against the exact solver (paper 6, Figure 6).
+"""Calibrate the weights of the placement objective against the exact solver (paper 6, Figure 6).
 
-Two studies, over synthetic windows of four kinds and over counts files of real servers (``--counts``).
-A window here is one MoE layer of a synthetic router, or one layer of a file: the router draws every layer
-anew, so layers are as independent as windows are.
+Both studies use synthetic windows of four kinds and counts files of real servers (``--counts``). A window here is one
+MoE layer of a synthetic router, or one layer of a file. The router draws every layer independently, so layers are as
+independent as windows are.
 
-- Sweep: over (beta, gamma), alpha = 1, for both load terms: which share of the exact answer's choices a policy
-  makes too, and how far its communication is from the exact one's. Heat maps.
-- Quality: at a few weights and over all windows, what greedy, refined and eplb give beside the exact answer, and
-  what they leave of the hot spot and of the remote share. A setting where nothing moves agrees, and is no success.
+- Sweep: heat maps over (beta, gamma) with alpha = 1, for both load terms. They show the share of the exact answer's
+  choices that a policy also makes, and the relative difference of its communication.
+- Quality: greedy, refined and eplb against the exact answer at a few weights over all windows, with the load of the
+  fullest rank and the remote share. If nothing moves, the policies agree, but that is no success.
 
 "raw tokens" is the paper's setting under another normalisation: tokens, squared tokens (mean over ranks) and experts
-as they are. In our units its (1, 0.0025, 1) are (1, 0.0025 T / R**2, E / T), with T expert tokens of a layer.
+are not scaled. In our units its (1, 0.0025, 1) is (1, 0.0025 T / R**2, E / T), with T expert tokens of a layer.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ console = Console()
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Layers of many windows, as if they were layers of one."""
+    """Layers of many windows, stored as the layers of one window."""
 
     kind_L: list[str]
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray
-    """In force."""
+    """Current placement."""
     mesh: MeshConfig
 
     def sample(self, size: int) -> Windows:
-        """Evenly spaced, so that all kinds are in it."""
+        """Return at most ``size`` evenly spaced layers, so that the sample contains all kinds."""
         index = np.linspace(0, len(self.kind_L) - 1, min(size, len(self.kind_L))).round().astype(int)
         kinds = [self.kind_L[i] for i in index]
         return Windows(kinds, self.counts_LSE[index], self.slot_of_expert_LE[index], self.mesh)
 
 
 def synthetic(per_kind: int, ranks: int, seed: int) -> Windows:
-    """``per_kind`` layers of each kind, of 128 experts.
+    """Return ``per_kind`` layers of each kind, with 128 experts.
 
-    In force is the contiguous placement, but for "drifting": there it is what ``gimbal_refined`` made of the window
-    before, at the default weights.
+    The current placement is the contiguous one. For "drifting" it is the placement that ``gimbal_refined`` chose from
+    the previous window at the default weights.
     """
     counts, slots, kinds = [], [], []
     mesh = MeshConfig(WindowConfig.sources, ranks // WindowConfig.sources)
@@ -99,7 +99,7 @@ def synthetic(per_kind: int, ranks: int, seed: int) -> Windows:
 
 
 def from_files(paths: Sequence[Path]) -> list[Windows]:
-    """Every window of every file, each layer of it as one of ours."""
+    """Return the windows of each file; each layer of each window counts as one window."""
     found = []
     for path in paths:
         file = load_counts(path)
@@ -113,7 +113,7 @@ def from_files(paths: Sequence[Path]) -> list[Windows]:
 
 @dataclass(frozen=True)
 class Result:
-    """One setting: what each policy gives beside the exact answer, and what the solver says of itself."""
+    """One setting: the measures of each policy against the exact answer, and statistics of the solver."""
 
     load_term: LoadTerm
     weights: tuple[float, float, float]
@@ -170,7 +170,7 @@ def quality_table(name: str, results: Sequence[Result]) -> Table:
 
 
 def draw(sweep: Sequence[Result], path: Path) -> None:
-    """Heat maps over (beta, gamma), a row per load term."""
+    """Draw heat maps over (beta, gamma), one row per load term."""
     panels = [
         ("greedy: share of exact's choices", "gimbal", "same"),
         ("greedy: comm over exact's", "gimbal", "comm_gap"),
@@ -199,16 +199,16 @@ def draw(sweep: Sequence[Result], path: Path) -> None:
 
 
 def main(
-    counts: Annotated[list[Path] | None, typer.Option(help="Counts file of a server; also several.")] = None,
+    counts: Annotated[list[Path] | None, typer.Option(help="Counts file of a server. Can be repeated.")] = None,
     per_kind: Annotated[int, typer.Option(min=1, help="Synthetic windows of each kind.")] = 52,
     sweep_windows: Annotated[int, typer.Option(min=0, help="Windows at each point of the sweep; 0 skips it.")] = 16,
-    ranks: Annotated[int, typer.Option(min=2, help="Of the synthetic windows, over two sources.")] = 4,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for a window, for the exact solver.")] = 5.0,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the synthetic windows, over two sources.")] = 4,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds per window for the exact solver.")] = 5.0,
     gap: Annotated[float, typer.Option(min=0, help="Relative gap at which the exact solver stops.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of the synthetic windows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic windows.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for tables, figure and JSON.")] = OUT,
 ) -> None:
-    """Sweep the weights against the exact solver, and compare policies at some of them."""
+    """Sweep the weights against the exact solver, and compare the policies at some weights."""
     out.mkdir(parents=True, exist_ok=True)
     windows = synthetic(per_kind, ranks, seed)
     groups = {"synthetic": windows, **{found.kind_L[0]: found for found in from_files(counts or [])}}

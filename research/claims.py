@@ -1,4 +1,4 @@
-"""What the paper claims in its sections 7.2 to 7.4, as data, and where a run of ours speaks to it."""
+"""Claims of the paper's sections 7.2 to 7.4 as data, and the runs that test each claim."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Claim:
     system: str = "gimbal"
     baseline: str = "vllm"
     load: Load = "all"
-    """A rate in requests/s, or an end of the loads that were run: 2 and 4 requests/s in the paper."""
+    """Rate in requests/s, or the lowest or highest load that was run (2 and 4 requests/s in the paper)."""
     shape: Shape | None = None
-    """One of the five; None: all."""
+    """One of the five shapes; None for all."""
 
 
 def _of_all(section: str, measure: Measure, by_baseline: dict[str, float]) -> list[Claim]:
@@ -53,8 +53,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("7.3", "throughput", 0.0304, load="highest"),
     Claim("7.3", "throughput", 0.0126, load="highest", shape="descending"),
     Claim("7.3", "throughput", 0.0420, load="highest", shape="random"),
-    # At 4 requests/s of "random": 91 and 90 running requests become 58 and 57, 26 to 27 % of the KV cache 17 %,
-    # 1.24 thousand tokens/s between the engines 0.74.
+    # At 4 requests/s of "random", running requests fall from 91 and 90 to 58 and 57, KV cache use from 26-27 % to 17 %,
+    # and the gap between the engines from 1.24 to 0.74 thousand tokens/s.
     Claim("7.3", "running", 57.5 / 90.5 - 1, load="highest", shape="random"),
     Claim("7.3", "kv_use", 17 / 26.5 - 1, load="highest", shape="random"),
     Claim("7.3", "prompt_gap", 0.74 / 1.24 - 1, load="highest", shape="random"),
@@ -68,18 +68,21 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("7.2", "ttft", -0.108, baseline="gimbal_uncalibrated"),
     Claim("7.2", "tpot", -0.092, baseline="gimbal_uncalibrated"),
 )
-"""Throughput gains and falls of everything else. 7.3 and 7.4 give 42.9 and 41.4 % for the same TTFT; both are here."""
+"""Gains of throughput, and reductions of all other measures.
+
+Sections 7.3 and 7.4 give 42.9 and 41.4 % for the same TTFT, and both are listed.
+"""
 
 
 def measured(claim: Claim, store: ResultStore, scenarios: Sequence[Scenario]) -> Estimate:
-    """What the runs of one set of costs say: scenarios are its settings, under any system."""
+    """Return the change that the runs of one cost set show; ``scenarios`` are its settings, under any system."""
     about = [s for s in at_load(claim.load, scenarios) if claim.shape in (None, s.workload.lengths)]
     ours, before = under_system(claim.system, about), under_system(claim.baseline, about)
     return estimate(changes(store, ours, before, claim.measure))
 
 
 def worded(claim: Claim) -> str:
-    """The claim as a row of a table begins."""
+    """Return the claim as the label of a table row."""
     load = {"all": "", "lowest": ", lowest load", "highest": ", highest load"}
     where = load[claim.load] if isinstance(claim.load, str) else f", {claim.load:g} requests/s"
     shape = f", {claim.shape}" if claim.shape else ""

@@ -41,12 +41,12 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels.route_and_count import Routing, route_and_count
 from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams
-from gimbal_jax.serving.runtime.batch import blank, stack
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, pack_step
 from research.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
 from research.plots import plain
 
 EXPERTS, K = 128, 8
-"""Of Qwen3-30B-A3B."""
+"""Experts and choices of Qwen3-30B-A3B."""
 TOKENS = 64, 512, 2048
 STEPS = {"decode": (32, 0), "prefill": (8, 248)}
 """Decode rows and prefill tokens of each engine."""
@@ -129,7 +129,7 @@ def time_steps(samples: int) -> dict[str, Medians]:
 
     one_pass = SeparatePass()
     state = new_state(model, CONFIG.engine, "float32", mesh)
-    unasked = put_by_engine(blank(CONFIG.engine, model.vocab_size, CONFIG.mesh.dp), mesh)
+    unasked = put_by_engine(default_rare_inputs(CONFIG.engine, model.vocab_size, CONFIG.mesh.dp), mesh)
     medians: dict[str, Medians] = {}
     for name, (rows, tokens) in STEPS.items():
         shape, packed_SX = step_inputs(CONFIG.engine, rows, tokens, unasked)
@@ -166,7 +166,7 @@ def step_inputs(engine: EngineConfig, rows: int, tokens: int, unasked: RareInput
     pages = np.arange(8 * rows, 8 * rows + -(-tokens // engine.page_size), dtype=np.int32)
     prefill = (Chunk(rows, token_ids(tokens), 0, pages, sampling),) if tokens else ()
     shape = step_shape(engine, (rows, tiles := -(-tokens // engine.tile)))
-    packed_SX, _ = stack([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, shape, unasked)
+    packed_SX, _ = pack_step([Plan(decode, prefill, tiles)] * CONFIG.mesh.dp, shape, unasked)
     return shape, packed_SX
 
 

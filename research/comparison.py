@@ -1,4 +1,4 @@
-"""One system beside another in the same scenarios: relative changes, their intervals, and a verdict on a claim."""
+"""Comparison of two systems in the same scenarios: relative changes, their intervals, and a verdict on a claim."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Measure = Literal[
     "experts_moved",
 ]
 Load = Literal["all", "lowest", "highest"] | float
-"""A rate, a share of capacity, or an end of those that were run."""
+"""A rate, a share of capacity, or the lowest or highest load that was run."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a measure is read off a run's record and written."""
+    """Label of a measure, function that reads it from a run's record, and format in which it is written."""
 
     label: str
     read: Callable[[Mapping[str, Any]], float | None]
@@ -59,16 +59,16 @@ MEASURES: Mapping[Measure, Reading] = {
     "migration_share": Reading("time in migration", lambda run: _share(run["seconds_by_part"], "migration"), ".1%"),
     "experts_moved": Reading("experts moved", lambda run: run["experts_moved"], ",.0f"),
 }
-"""Means over the requests of a run, or over its time."""
+"""Label, reader and format of each measure: means over the requests of a run, or over its time."""
 
 RESAMPLES = 2000
 LEAST_RUNS = 3
-"""Pairs of runs below which there is no verdict."""
+"""Least number of pairs of runs for a verdict."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % interval, and how many values it is of. NaN without any."""
+    """Mean with its 95 % interval and the number of values. Mean and interval are NaN if there is no value."""
 
     mean: float
     low: float
@@ -77,9 +77,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and its bootstrap interval: 2.5th and 97.5th percentile of the means of ``RESAMPLES`` resamplings.
+    """Return the mean and its 95 % bootstrap interval.
 
-    The values must be independent of each other. The same values give the same interval.
+    The interval goes from the 2.5th to the 97.5th percentile of the means of ``RESAMPLES`` resamplings.
+    The values must be independent of each other. Equal values give equal intervals.
     """
     if not len(values):
         return Estimate(np.nan, np.nan, np.nan, 0)
@@ -90,7 +91,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def value(store: ResultStore, scenario: Scenario, measure: Measure) -> float:
-    """What a run measured; NaN if it is not there or measured nothing."""
+    """Return a measure of a run; NaN if the store lacks the run or the run has no value."""
     if scenario not in store:
         return float("nan")
     found = MEASURES[measure].read(store[scenario])
@@ -100,7 +101,7 @@ def value(store: ResultStore, scenario: Scenario, measure: Measure) -> float:
 def changes(
     store: ResultStore, scenarios: Sequence[Scenario], baselines: Sequence[Scenario], measure: Measure
 ) -> list[float]:
-    """The measure in each scenario over that in its baseline, less 1; those that have both."""
+    """Return the measure in each scenario over that in its baseline, less 1, for the pairs that have both values."""
     before_N = np.array([value(store, scenario, measure) for scenario in baselines])
     after_N = np.array([value(store, scenario, measure) for scenario in scenarios])
     known_N = np.isfinite(after_N) & (before_N > 0)
@@ -108,12 +109,12 @@ def changes(
 
 
 def load_of(scenario: Scenario) -> float:
-    """Its share of capacity or, without one, its rate."""
+    """Return the scenario's share of capacity or, if it has none, its rate."""
     return scenario.workload.rate if scenario.share_of_capacity is None else scenario.share_of_capacity
 
 
 def at_load(load: Load, scenarios: Sequence[Scenario]) -> list[Scenario]:
-    """Those scenarios of one set of costs that have this load."""
+    """Return the scenarios of one cost set that have this load."""
     if load == "all":
         return list(scenarios)
     loads = [load_of(scenario) for scenario in scenarios]
@@ -123,16 +124,16 @@ def at_load(load: Load, scenarios: Sequence[Scenario]) -> list[Scenario]:
 
 
 def under_system(system: str, scenarios: Sequence[Scenario]) -> list[Scenario]:
-    """The scenarios under another system."""
+    """Return the scenarios with ``system`` as their system."""
     return [replace(scenario, system=system) for scenario in scenarios]
 
 
 def verdict(paper: float, ours: Estimate) -> Verdict:
-    """What a relative change says about the paper's.
+    """Judge the paper's relative change by ours.
 
-    ``not seen``: the interval holds 0. ``contrary``: it lies on the other side of 0. ``confirmed``: all of it is at
-    least half of the paper's change. ``weaker``: all of it is on the paper's side, but not that far.
-    ``too few runs``: of fewer than ``LEAST_RUNS`` pairs.
+    ``not seen``: the interval contains 0. ``contrary``: it lies on the other side of 0. ``confirmed``: all of it is at
+    least half of the paper's change. ``weaker``: all of it is on the paper's side, but part of it is below that half.
+    ``too few runs``: there are fewer than ``LEAST_RUNS`` pairs.
     """
     if ours.count < LEAST_RUNS:
         return "too few runs"

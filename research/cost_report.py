@@ -1,4 +1,4 @@
-"""What simulated steps cost on H100s, how well kernel times predict others, and the fit of the ``paper_like`` sets."""
+"""Print prices of simulated steps on H100s and errors of predicted kernel times, or fit the ``paper_like`` sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def errors_table() -> Table:
 
 
 def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
-    """Typical steps by part. Each is the same work on both engines; the router is skewed, the placement contiguous."""
+    """Return typical steps by part. Both engines do equal work; the router is skewed, the placement contiguous."""
     costs = h100_costs(name, MODEL, MESH, exchange)
     steps = {f"decode {rows}": decode_step(rows, router) for rows in DECODE_ROWS}
     steps |= {f"prefill {tokens}": prefill_step(tokens, router) for tokens in PREFILL_TOKENS}
@@ -50,18 +50,18 @@ def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
 
 
 def decode_step(rows: int, router: Router) -> StepWork:
-    """``rows`` in all engines, each with ``CONTEXT`` tokens in the cache."""
+    """Return a step of ``rows`` decode rows over all engines, each with ``CONTEXT`` tokens in the cache."""
     each = rows // MESH.dp
     return routed(EngineWork(np.full(each, CONTEXT + 1), (), each), router)
 
 
 def prefill_step(tokens: int, router: Router) -> StepWork:
-    """One prompt on each engine, ``tokens`` in all."""
+    """Return a step of one prompt on each engine, ``tokens`` in total."""
     return routed(EngineWork(np.zeros(0, np.int64), ((0, tokens // MESH.dp),), 1), router)
 
 
 def routed(engine: EngineWork, router: Router) -> StepWork:
-    """The same work on every engine, its tokens of all topics."""
+    """Return a step with this work on every engine; its tokens are drawn from all topics."""
     rng = np.random.default_rng(0)
     source_B = np.repeat(np.arange(MESH.dp), engine.tokens)
     profile_B = rng.integers(2 * router.topics, size=len(source_B))
@@ -70,7 +70,7 @@ def routed(engine: EngineWork, router: Router) -> StepWork:
 
 def main(
     exchange: Annotated[str, typer.Option(help="Form of the exchange: gather or sparse.")] = "sparse",
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the paper_like sets again; some minutes.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the paper_like sets again. Takes some minutes.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs that the fit averages over.")] = 3,
 ) -> None:
     """Print prediction errors and prices of typical steps, or fit the constants of the paper_like sets."""

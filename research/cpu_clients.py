@@ -1,4 +1,4 @@
-"""Clients of a server in this process: an open loop that replays arrivals, and a closed one that never lets it rest."""
+"""Clients of a server in this process: an open loop that replays arrivals, and a closed loop that keeps it busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from gimbal_jax.bench.measurement import Measurement
 from gimbal_jax.model.demo_model import TOPICS, topic_prompt
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
@@ -21,11 +21,14 @@ from gimbal_jax.simulation.workload import Arrival
 from research.cpu_engine import ENGINE, OUT
 
 INPUT_SCALE, OUTPUT_SCALE, MOST_OUTPUT = 1 / 8, 1 / 8, 64
-"""Traces were recorded on large GPUs: two CPU cores serve shorter requests. What is still too long is cut."""
+"""Factors on the lengths of requests, and the most output tokens.
+
+Traces were recorded on large GPUs, and two CPU cores serve shorter requests. Lengths above the limits are cut.
+"""
 
 
 Encode = Callable[[str], list[int]]
-"""Text to token ids."""
+"""Function from text to token ids."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Call:
 
 
 def scaled(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The same requests, as short as two CPU cores serve them."""
+    """Return the requests with lengths that two CPU cores can serve."""
     longest = ENGINE.max_model_len - MOST_OUTPUT
     return [
         replace(
@@ -52,20 +55,20 @@ def scaled(arrivals: Sequence[Arrival]) -> list[Arrival]:
 
 def demo_encode() -> Encode:
     tokenizer = load_tokenizer(OUT / "demo-model")
-    assert tokenizer is not None, "the demo model has one"
+    assert tokenizer is not None, "the demo model has a tokenizer"
     return tokenizer.encode
 
 
 def call_of(arrival: Arrival, encode: Encode, rng: np.random.Generator) -> Call:
-    """A request of an arrival's lengths, in random words of its topic, each at least a token."""
-    assert arrival.topic is not None, "no request has its source's own topic here"
+    """Return a request with the lengths of an arrival. Its prompt is random words of its topic."""
+    assert arrival.topic is not None, "every request here has a topic, none its source's own"
     text = topic_prompt(TOPICS[arrival.topic], arrival.input_tokens, rng)
     return Call(arrival.time_s, tuple(encode(text)[: arrival.input_tokens]), arrival.output_tokens)
 
 
 @contextmanager
-def running(server: Server) -> Iterator[Server]:
-    """The server with its engine thread, until the end of the block; its runner is warm."""
+def running(server: EngineCore) -> Iterator[EngineCore]:
+    """Start the server's engine thread, wait for the warm-up, and stop the server at the end of the block."""
     server.start()
     try:
         while server.state == "warming":
@@ -75,10 +78,12 @@ def running(server: Server) -> Iterator[Server]:
         server.stop()
 
 
-def open_loop(server: Server, calls: Sequence[Call], on_done: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """Send every call when it is due, whatever became of the others; what each client saw, in order.
+def open_loop(
+    server: EngineCore, calls: Sequence[Call], on_done: Callable[[], None] = lambda: None
+) -> list[Measurement]:
+    """Send each call when it is due, independently of the others, and return the measurements in order of the calls.
 
-    Times run from when a call was sent, which is ``arrival_s``: a millisecond or so late, as the event loop's timer is.
+    Times start when a call is sent, which is about a millisecond after ``arrival_s`` because of the event loop's timer.
     """
 
     async def all_of_them() -> list[Measurement]:
@@ -99,10 +104,10 @@ def open_loop(server: Server, calls: Sequence[Call], on_done: Callable[[], None]
     return asyncio.run(all_of_them())
 
 
-def closed_loop(server: Server, calls: Sequence[Call], clients: int, seconds: float) -> float:
-    """Requests per second where each of ``clients`` sends its next call, of those in turn, when its last one is done.
+def closed_loop(server: EngineCore, calls: Sequence[Call], clients: int, seconds: float) -> float:
+    """Return requests per second of ``clients`` clients, each of which sends its next call when its last one is done.
 
-    The first quarter of the time does not count: the clients have just begun.
+    The clients share one cycle through ``calls``. The first quarter of the time is a warm-up and does not count.
     """
 
     async def all_of_them() -> float:
@@ -126,11 +131,12 @@ def closed_loop(server: Server, calls: Sequence[Call], clients: int, seconds: fl
 
 
 async def _measure(frontend: Frontend, number: int, call: Call, start: float) -> Measurement:
-    """One stream, sent now, to its end; no token ends an output early."""
+    """Send one request now and measure its stream to the end. No token ends the output early."""
     sent, first, tokens = time.monotonic(), float("nan"), 0
     sampling = SamplingParams(call.output_tokens, temperature=0.0)
-    async for output in frontend.generate(str(number), call.prompt, sampling):
-        if output.token_ids and not tokens:
-            first = time.monotonic()
-        tokens += len(output.token_ids)
+    with frontend.generate(str(number), call.prompt, sampling) as stream:
+        async for delta in stream:
+            if delta.token_ids and not tokens:
+                first = time.monotonic()
+            tokens += len(delta.token_ids)
     return Measurement(sent - start, len(call.prompt), tokens, first - sent, time.monotonic() - sent)

@@ -1,7 +1,7 @@
-"""The real server on two CPU devices, in this process: what the scripts that measure it share.
+"""The real server on two CPU devices in this process, shared by the scripts that measure it.
 
-Each rank has a device of one thread, so that a rank with more work takes longer. The model is the demo model with its
-experts made several times as wide: it computes the same, but most of the time goes to the experts, as in a large model.
+Each rank has a device of one thread, so that a rank with more work takes longer. The model is the demo model with
+experts several times as wide. Its outputs are equal, but the experts take most of the time, as in a large model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = ServerConfig(MESH, ENGINE, placement=PlacementConfig("static"))
 
 
 def use_cpu_devices() -> None:
-    """Two virtual devices of one thread each. Call it before anything else touches jax's devices."""
+    """Make jax use two virtual CPU devices of one thread each. Call it before anything else uses jax's devices."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={MESH.ranks} --xla_cpu_multi_thread_eigen=false"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(OUT / "compile-cache"))
@@ -40,7 +40,7 @@ def use_cpu_devices() -> None:
 
 
 def demo_weights_on(mesh_config: MeshConfig) -> tuple[ModelConfig, Mesh, nnx.State, np.ndarray]:
-    """The demo model, its mesh, its weights in float32 on that mesh, and where each expert stands."""
+    """Return the demo model, its mesh, its weights in float32 on that mesh, and the slot of each expert."""
     folder = OUT / "demo-model"
     if not (folder / "config.json").exists():
         write_demo_model(folder)
@@ -51,7 +51,7 @@ def demo_weights_on(mesh_config: MeshConfig) -> tuple[ModelConfig, Mesh, nnx.Sta
 def demo_runner(
     config: ServerConfig, expert_width: int, progress: Progress = lambda done, total: None
 ) -> tuple[ModelConfig, DeviceRunner]:
-    """The demo model with experts ``expert_width`` times as wide, compiled for these engine limits."""
+    """Return the demo model with experts ``expert_width`` times as wide, and its runner, compiled for ``config``."""
     model, mesh, weights, slot_of_expert_LE = demo_weights_on(config.mesh)
     model = widen_experts(model, weights, expert_width)
     runner = DeviceRunner(model, config, mesh, weights, slot_of_expert_LE, "float32")
@@ -60,7 +60,10 @@ def demo_runner(
 
 
 def widen_experts(model: ModelConfig, weights: nnx.State, times: int) -> ModelConfig:
-    """Give every expert its hidden units ``times`` over, each with its share of the output: the same function."""
+    """Repeat the hidden units of every expert ``times`` times, each with its share of the output.
+
+    Each expert still computes its old function.
+    """
     for layer in model.moe_layers:
         mlp: Any = weights["layers"][layer]["mlp"]
         gate, up = jnp.split(mlp["gate_up"].get_value(), 2, axis=-1)

@@ -1,8 +1,7 @@
-"""Which runs each figure of the paper needs, and each study of ours, as lists of tasks.
+"""Runs of each figure of the paper and of each study of ours, as lists of tasks.
 
-Systems are compared in *settings*: a cost set, a shape of lengths, a load, a seed. No two settings of one cost set
-share a seed, so that their routers and requests differ and what comes out of them is independent; all systems of one
-setting share all of it.
+Systems are compared in *settings*. A setting is a cost set, a shape of lengths, a load and a seed, and all systems are
+run in it. No two settings of one cost set share a seed, so that their routers, requests and results are independent.
 """
 
 from __future__ import annotations
@@ -27,48 +26,50 @@ CALIBRATION = ("gimbal", "gimbal_uncalibrated")
 PEERS = ("vllm_0_33", "sglang")
 COST_SETS: tuple[CostSet, ...] = ("paper_like", "graph", "paper_like_fixed", "eager")
 VARIED: tuple[CostSet, ...] = ("paper_like", "graph")
-"""Where topics, exchange and peers are looked at as well."""
+"""Cost sets in which topics, exchange and peers are also studied."""
 GATHER_SYSTEMS = ("vllm", "gimbal", "gimbal+")
 PERSISTENCES = (0.0, 0.5, 1.0)
 BETAS = (0.0025, 0.03, 0.1, 0.2, 0.5, 1.0, 10.0)
 GAMMAS = (0.01, 0.1, 0.3, 1.0)
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 MOST_SEEDS = 100
-"""Of each setting; runs with fewer seeds are among those with more, so that more can be added."""
+"""Most seeds of a setting. Runs with fewer seeds are a part of those with more, so seeds can be added later."""
 MULTIHOST_MODEL = "Qwen3-235B-A22B"
 MULTIHOST_MESHES = {
     MeshConfig(dp=4, tp=4, nodes=2): (8.0, 827_520),
     MeshConfig(dp=16, tp=4, nodes=8): (16.0, 1_051_200),
 }
-"""Of the study of several nodes, 8 H100s each: requests per second, and an engine's KV cache by `gimbal mesh plan`. At
-twice the rate 8 nodes are full: in every step some engine computes a prompt, and all wait for it."""
+"""Requests per second and KV cache tokens of an engine (by `gimbal mesh plan`) on several nodes of 8 H100s.
+
+At twice the rate, 8 nodes are full: in every step some engine computes a prompt, and all engines wait for it.
+"""
 MULTIHOST_SHARE = 0.04
-"""Requests for each request per second, of the number in other runs."""
+"""Requests of a run for each request per second, relative to ``Scope.requests``."""
 MULTIHOST_PERSISTENCES = (0.0, 0.5, 0.8, 1.0)
 MULTIHOST_VARIANTS: Mapping[str, tuple[str, Exchange]] = {
     **{policy: (multihost_system(policy), "sparse") for policy in MULTIHOST_PLACEMENTS},
     "static, all-gather": (multihost_system("static"), "gather"),
 }
-"""System and exchange by name; the first is what others are compared with."""
+"""System and exchange by name. The first one is the baseline of the others."""
 DISPATCH_SYSTEMS = ("static", "gimbal_static", "late_static")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is run."""
+    """Size of the experiments: requests, seeds, shapes, loads and calibration windows."""
 
     requests: int = 1000
     seeds: int = 3
     shapes: Sequence[Lengths] = SHAPES
     rates: Sequence[float] = (2.0, 2.5, 3.0, 3.5, 4.0)
-    """Requests per second, as in the paper; for costs that are like the paper's."""
+    """Requests per second, as in the paper, for the ``paper_like`` cost sets."""
     shares: Sequence[float] = (0.5, 0.65, 0.8, 0.95)
-    """Of capacity, for measured costs: they are far faster than what the paper shows."""
+    """Shares of capacity for the measured costs, which are far faster than the paper's testbed."""
     calibration_windows: int = 8
 
 
 def quick(scope: Scope) -> Scope:
-    """A look at everything in a few minutes."""
+    """Return a scope that runs a part of every experiment, in a few minutes."""
     return replace(
         scope,
         requests=min(scope.requests, 200),
@@ -89,8 +90,10 @@ class Experiment:
 
 
 def settings(scope: Scope, costs: CostSet) -> list[Scenario]:
-    """The grid of a cost set, under the system ``REFERENCE``: all of it for ``paper_like``; for ``graph`` all of the
-    first shape, and the ends of the loads of the others; for the rest the first shape's ends and middle.
+    """Return the grid of a cost set, under the system ``REFERENCE``.
+
+    ``paper_like`` has all shapes and loads. ``graph`` has all loads of the first shape, and the lowest and highest of
+    the other shapes. The other sets have the lowest, middle and highest load of the first shape.
     """
     first, *others = scope.shapes
     loads = scope.rates if costs.startswith("paper") else scope.shares
@@ -102,28 +105,28 @@ def settings(scope: Scope, costs: CostSet) -> list[Scenario]:
 
 
 def ends(scope: Scope, costs: CostSet) -> list[Scenario]:
-    """The least and the highest load of the first shape."""
+    """Return the settings of the first shape at the lowest and at the highest load."""
     found = of_first_shape(scope, settings(scope, costs))
     return at_load("lowest", found) + at_load("highest", found)
 
 
 def of_first_shape(scope: Scope, found: Iterable[Scenario]) -> list[Scenario]:
-    """The scenarios with its lengths."""
+    """Return the scenarios that have the lengths of the scope's first shape."""
     return [scenario for scenario in found if scenario.workload.lengths == scope.shapes[0]]
 
 
 def with_topics(scope: Scope, costs: CostSet) -> list[Scenario]:
-    """The ends, where sources keep their topics: only then do sources differ, so only then can locality pay."""
+    """Return the ``ends`` with sources that keep their topics. Locality can only help if sources differ."""
     return [replace(s, routing=RoutingConfig(persistence=0.8)) for s in ends(scope, costs)]
 
 
 def with_gather(scope: Scope, costs: CostSet) -> list[Scenario]:
-    """The ends, where every rank gets all tokens, wherever experts are."""
+    """Return the ``ends`` with all-gather, by which every rank gets all tokens independently of the placement."""
     return [replace(s, exchange="gather") for s in ends(scope, costs)]
 
 
 def experiments(scope: Scope) -> dict[str, Experiment]:
-    """All figures and studies by name; they share runs."""
+    """Return all figures and studies by name. They share runs."""
     grids = {costs: settings(scope, costs) for costs in COST_SETS}
     everywhere = [s for grid in grids.values() for s in grid]
     first = [s for costs in VARIED for s in of_first_shape(scope, grids[costs])]
@@ -131,8 +134,8 @@ def experiments(scope: Scope) -> dict[str, Experiment]:
     gather = [s for costs in VARIED for s in with_gather(scope, costs)]
     return {
         "2": Experiment("prompt lengths; one long and one short request", tuple(single_requests())),
-        "4": Experiment("experts' load, and what leaves its source", tuple(map(ExpertCounts, static_runs(scope)))),
-        "6": Experiment("weights of placement beside the exact solver", tuple(calibration_points(scope))),
+        "4": Experiment("load of experts, and remote tokens", tuple(map(ExpertCounts, static_runs(scope)))),
+        "6": Experiment("placement weights compared with the exact solver", tuple(calibration_points(scope))),
         "9": Experiment("latency, TTFT, TPOT and P99 TTFT", under(COMPARED, everywhere) + under(PEERS, first)),
         "8": Experiment("gimbal calibrated and not", under(CALIBRATION, grids["paper_like"])),
         "10": Experiment("throughput", under(PAPER_SYSTEMS, everywhere)),
@@ -150,65 +153,66 @@ def experiments(scope: Scope) -> dict[str, Experiment]:
 
 
 def under(systems: Iterable[str], found: Iterable[Scenario]) -> tuple[Scenario, ...]:
-    """Each setting under each of the systems."""
+    """Return each setting under each of the systems."""
     systems = tuple(systems)
     return tuple(replace(scenario, system=system) for scenario in found for system in systems)
 
 
 def study_share(scope: Scope) -> float:
-    """Load of studies that look at one only: the second highest."""
+    """Return the load of studies of a single load: the second highest."""
     return scope.shares[-2]
 
 
 def static_runs(scope: Scope) -> list[Scenario]:
-    """Runs under the contiguous placement, by persistence of topics: for the traffic alone, so at any costs."""
+    """Return runs under the contiguous placement by persistence of topics, for traffic only: costs do not matter."""
     base = Scenario("static", "graph", WorkloadConfig(requests=scope.requests, rate=20.0))
     return [replace(base, routing=RoutingConfig(persistence=p)) for p in PERSISTENCES]
 
 
 def late_settings(scope: Scope) -> list[Scenario]:
-    """Long prompts at all loads, and the first shape at its two highest."""
+    """Return settings of long prompts at all loads, and of the first shape at its two highest loads."""
     grid: list[tuple[Lengths, float]] = [("azure-code", share) for share in scope.shares]
     grid += [(scope.shapes[0], share) for share in scope.shares[-2:]]
     return list(_settings(scope, "graph", grid))
 
 
 def budget_settings(scope: Scope) -> list[Scenario]:
-    """Step budgets under long prompts. All budgets of a seed get the same requests."""
+    """Return settings of long prompts by step budget. All budgets of a seed have the same requests."""
     found = list(_settings(scope, "graph", [("azure-code", study_share(scope))]))
     return [replace(scenario, token_budget=budget) for scenario in found for budget in BUDGETS]
 
 
 def queue_settings(scope: Scope) -> list[Scenario]:
-    """Long prompts at the two highest loads; some of these runs are the study of late binding's too."""
+    """Return settings of long prompts at the two highest loads. The late-binding study shares some of these runs."""
     return list(_settings(scope, "graph", [("azure-code", share) for share in scope.shares[-2:]]))
 
 
 def queue_systems() -> list[str]:
-    """Two dispatchers, each with the queue ``sjf_aging`` and those of ``QUEUES``; experts stay."""
+    """Return two dispatchers, each with the queue ``sjf_aging`` and those of ``QUEUES``, without moves of experts."""
     return [f"{name}_static{queue}" for name in ("gimbal", "late") for queue in ("", *(f"_{q}" for q in QUEUES))]
 
 
 def replica_settings(scope: Scope) -> list[Scenario]:
-    """Runs whose steps are studied."""
+    """Return the runs whose steps are priced with redundant experts."""
     return [replace(s, system="static") for s in _settings(scope, "graph", [(scope.shapes[0], study_share(scope))])]
 
 
 def multihost_runs(scope: Scope) -> tuple[Scenario, ...]:
-    """Each setting under each variant, those of one setting together."""
+    """Return each setting under each variant. Runs of one setting are consecutive."""
     return tuple(as_variant(name, [s])[0] for s in multihost_settings(scope) for name in MULTIHOST_VARIANTS)
 
 
 def as_variant(name: str, found: Iterable[Scenario]) -> list[Scenario]:
-    """Settings under one of ``MULTIHOST_VARIANTS``."""
+    """Return the settings under one of ``MULTIHOST_VARIANTS``."""
     system, exchange = MULTIHOST_VARIANTS[name]
     return [replace(scenario, system=system, exchange=exchange) for scenario in found]
 
 
 def multihost_settings(scope: Scope) -> list[Scenario]:
-    """Several nodes, by how far topics keep to sources; what does not is a mix of topics at every source.
+    """Return settings of several nodes by persistence of topics.
 
-    The rate is given: all requests at once, to find the capacity of 64 GPUs, would take longer than the study.
+    Requests that do not have the topic of their source have a random one. The rate is fixed, because a run that finds
+    the capacity of 64 GPUs would take longer than the study.
     """
     return [
         Scenario(
@@ -229,13 +233,13 @@ def multihost_settings(scope: Scope) -> list[Scenario]:
 
 
 def fashionable(scope: Scope) -> list[Scenario]:
-    """A fashion of topics, so that experts are unevenly loaded for as long as it lasts."""
+    """Return settings with one fashionable topic at a time, which loads experts unevenly for as long as it lasts."""
     found = _settings(scope, "graph", [(scope.shapes[0], study_share(scope))])
     return [replace(scenario, routing=RoutingConfig(trend=0.8)) for scenario in found]
 
 
 def pressure_systems() -> list[list[str]]:
-    """Weights of pressure where experts stay and where they move."""
+    """Return systems by weight of expert pressure: first those whose experts stay, then those whose experts move."""
     return [[f"{name}_moe_{weight:g}" for weight in PRESSURE_WEIGHTS] for name in ("gimbal_static", "gimbal")]
 
 
@@ -252,19 +256,20 @@ def _settings(scope: Scope, costs: CostSet, grid: Iterable[tuple[Lengths, float]
 
 
 def single_requests() -> list[OneRequest]:
-    """A short and a long request, at all costs."""
+    """Return a short and a long request for each cost set."""
     return [OneRequest(tokens, costs) for costs in COST_SETS for tokens in (200, 2000)]
 
 
 def calibration_points(scope: Scope) -> list[CalibrationPoint]:
-    """Weights beside the exact solver."""
+    """Return the placement weights that are compared with the exact solver."""
     return [CalibrationPoint(beta, gamma, scope.calibration_windows) for beta in BETAS for gamma in GAMMAS]
 
 
 def in_order(found: Iterable[Experiment], scope: Scope) -> list[Task]:
-    """Their tasks without repetition: first what is no run, then the first shape on the paper's testbed, then the rest.
+    """Return the tasks of the experiments without repetition, in the order in which they are computed.
 
-    Systems of one setting come one after the other, since they share a router.
+    Tasks that are not runs come first, then the first shape on the paper's testbed, then the rest. Systems of one
+    setting are consecutive, because they share a router.
     """
     default = Scenario()
 

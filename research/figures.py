@@ -1,6 +1,6 @@
-"""The paper's figures 2 to 12 of simulated runs, each in the form that it has there.
+"""The paper's figures 2 to 12, drawn from simulated runs in the paper's form.
 
-The paper's text calls its throughput, its ablation and its running requests all "Figure 12"; here they are 10, 11, 12.
+The paper's text calls throughput, ablation and running requests all "Figure 12". Here they are figures 10, 11 and 12.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from research.tasks import ExpertCounts
 from research.traffic_shape import traffic_shape
 
 Drawn = Iterator[tuple[str, Figure]]
-"""Names of files, without ending, and what is in them."""
+"""Names of files, without suffix, each with its figure."""
 TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
 
 
 def draw_figures(store: ResultStore, scope: Scope, names: Sequence[str], folder: Path) -> Iterator[Path]:
-    """Write the pictures of these figures and studies, those that have results."""
+    """Write the pictures of the named figures and studies that have results, and yield their paths."""
     draws: Mapping[str, Callable[[ResultStore, Scope], Drawn]] = {
         "2": draw_lengths,
         "4": draw_traffic,
@@ -64,7 +64,7 @@ def draw_figures(store: ResultStore, scope: Scope, names: Sequence[str], folder:
 
 
 def draw_lengths(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 2: prompt lengths of the traces, and what a long request costs."""
+    """Draw figure 2: prompt lengths of the traces, and the costs of a short and a long request."""
     tasks = [task for task in single_requests() if task in store]
     if not tasks:
         return
@@ -97,7 +97,7 @@ def draw_lengths(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_traffic(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 4: experts' load, and what leaves its source, under the contiguous placement."""
+    """Draw figure 4: load of experts, and tokens that leave their source, under the contiguous placement."""
     tasks = [task for scenario in static_runs(scope) if (task := ExpertCounts(scenario)) in store]
     found = {task.scenario.routing.persistence: traffic_shape(store[task]) for task in tasks}
     if not found:
@@ -126,7 +126,7 @@ def draw_traffic(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_calibration(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 6: the online heuristic beside the exact solver, over the weights."""
+    """Draw figure 6: the online heuristic compared with the exact solver, over the weights."""
     found = {(task.beta, task.gamma): store[task] for task in calibration_points(scope) if task in store}
     if len(found) < len(BETAS) * len(GAMMAS):
         return
@@ -147,12 +147,12 @@ def draw_calibration(store: ResultStore, scope: Scope) -> Drawn:
         axes.set_xlabel("gamma (moves)", fontsize=8)
         axes.set_ylabel("beta (load)", fontsize=8)
         axes.set_title(title, fontsize=9)
-    figure.suptitle("Greedy beside the exact solver, alpha = 1, synthetic windows", fontsize=10)
+    figure.suptitle("Greedy compared with the exact solver, alpha = 1, synthetic windows", fontsize=10)
     yield "figure_6", figure
 
 
 def draw_calibrated(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 8: the shapes of lengths, and gimbal with and without calibrated weights."""
+    """Draw figure 8: the shapes of lengths, and gimbal with and without calibrated weights."""
     for costs in COST_SETS:
         grid = _run_of(store, settings(scope, costs), CALIBRATION)
         if grid:
@@ -171,7 +171,7 @@ def draw_calibrated(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_latencies(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 9: latencies by shape and load; and, of the first shape, all systems."""
+    """Draw figure 9: latencies by shape and load, and those of the later peers for the first shape."""
     measures: tuple[Measure, ...] = ("e2e", "ttft", "tpot", "p99_ttft")
     for costs in COST_SETS:
         grid = _run_of(store, settings(scope, costs), COMPARED)
@@ -194,7 +194,7 @@ def draw_latencies(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_throughput(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 10: throughput over vllm's by load, and requests/s at the highest load by shape."""
+    """Draw figure 10: throughput over vllm's by load, and requests/s at the highest load by shape."""
     for costs in COST_SETS:
         grid = _run_of(store, settings(scope, costs), PAPER_SYSTEMS)
         if not grid:
@@ -228,7 +228,7 @@ def draw_throughput(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_ablation(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 11: TTFT and TPOT over vllm's, over all loads and shapes, with 95 % intervals."""
+    """Draw figure 11: TTFT and TPOT over vllm's, over all loads and shapes, with 95 % intervals."""
     for costs in COST_SETS:
         grid = _run_of(store, settings(scope, costs), ABLATION)
         if grid:
@@ -244,7 +244,7 @@ def draw_ablation(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_pressure(store: ResultStore, scope: Scope) -> Drawn:
-    """Figure 12: what engines carry at the highest load."""
+    """Draw figure 12: running requests, KV cache use and prompt gap at the highest load."""
     measures: tuple[tuple[Measure, str], ...] = (("running", ".1f"), ("kv_use", ".2f"), ("prompt_gap", ".0f"))
     for costs in COST_SETS:
         grid = at_load("highest", _run_of(store, settings(scope, costs), ABLATION))
@@ -267,7 +267,7 @@ def _by_shape(
     measures: Sequence[Measure],
     titles: bool = True,
 ) -> None:
-    """A row of panels per measure, a column per shape; ``titles`` says which."""
+    """Draw a row of panels per measure and a column per shape. ``titles`` writes the shape above each column."""
     shapes = [shape for shape in scope.shapes if any(s.workload.lengths == shape for s in grid)]
     for row, measure in zip(rows, measures, strict=True):
         for axes, shape in zip(row, shapes, strict=True):
@@ -280,7 +280,7 @@ def _by_shape(
 
 
 def _run_of(store: ResultStore, grid: Sequence[Scenario], systems: Sequence[str]) -> list[Scenario]:
-    """The settings in which all of these systems were run, so that each is shown over the same."""
+    """Return the settings in which all of these systems were run, so that all are shown over equal settings."""
     return [s for s in grid if all(run in store for system in systems for run in under_system(system, [s]))]
 
 

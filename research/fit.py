@@ -1,7 +1,7 @@
-"""The constants of the ``paper_like`` cost sets: what makes the vLLM baseline as slow as the paper reports.
+"""Fit of the ``paper_like`` cost sets: constants that make the vLLM baseline as slow as the paper reports.
 
-Fitted to the baseline alone: its mean latency at 4 requests/s (44 s; figure 9), its share of KV cache in use (26-27 %;
-section 7.3) and how long it rearranges experts (0.72 s; section 2.2.2). What gimbal gains is no part of it.
+The fit uses the baseline alone: its mean latency at 4 requests/s (44 s; figure 9), its share of KV cache in use
+(26-27 %; section 7.3) and its time to rearrange experts (0.72 s; section 2.2.2). It does not use the gains of gimbal.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ LATENCY_S, KV_USE, REARRANGEMENT_S = 44.0, 0.265, 0.72
 BASELINE = Scenario("vllm", workload=WorkloadConfig(lengths="random", requests=1000, rate=4.0))
 Constant = Literal["stretch", "layer_s"]
 SEARCHED: dict[Constant, tuple[float, float]] = {"stretch": (1.0, 40.0), "layer_s": (0.0, 6e-3)}
-"""Constants and where they are looked for; latency rises with each."""
+"""Range in which each constant is searched. Latency rises with each constant."""
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants, and what the baseline does with them."""
+    """Fitted constants, and measures of the baseline with them."""
 
     assumptions: Assumptions
     kv_tokens: int
-    """KV cache of an engine with which the paper's share of it is in use."""
+    """KV cache tokens of an engine at which the paper's share of the cache is in use."""
     latency_s: float
     rearrangement_s: float
     running: float
-    """Requests that an engine runs, for comparison: 90 to 91 in the paper."""
+    """Mean number of running requests of an engine, for comparison; 90 to 91 in the paper."""
 
 
 def fit_to_paper(constant: Constant, seeds: Sequence[int], on_try: Callable[[float, float], None]) -> Fit:
-    """Find the constant; ``on_try`` hears of each value and of the mean latency with it."""
+    """Find the constant. ``on_try`` is called with each tried value and the mean latency in seconds with it."""
 
     def baseline(assumptions: Assumptions) -> list[Run]:
         return [baseline_run(assumptions, seed) for seed in seeds]
@@ -80,6 +80,6 @@ def _mean_latency(runs: Sequence[Run]) -> float:
 
 
 def mean_rearrangement(runs: Sequence[Run]) -> float:
-    """Mean time of moving experts, after a decision that moved any."""
+    """Return the mean seconds of migration per decision that moved experts."""
     applied = sum(record.outcome == "applied" for run in runs for record in run.placements)
     return sum(run.parts["migration"] for run in runs) / applied

@@ -1,11 +1,11 @@
-"""Prices of steps that were measured on the devices that serve: to hold the simulator against a real server.
+"""Prices of steps, fitted to measured steps of a real server, to compare the simulator with that server.
 
 A step of one bucket (the shape that the engines' shares were padded to) is priced by
 
     base + by decode row + by prefill token + by token of the longest context
 
-with four numbers of its own for each bucket, none of them negative, by least squares: they give back the mean of what
-was measured, now and then a slow step included. The host's time between two steps is priced by tick and by token.
+Each bucket has four numbers of its own, fitted by least squares and never negative. They reproduce the mean of the
+measured steps, including occasional slow ones. The host's time between two steps is priced by tick and by token.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from gimbal_jax.simulation.work import EngineWork, StepWork
 Bucket = tuple[int, int]
 """(decode rows, prefill tiles), as in ``serving.batch``, which imports jax."""
 LEAST_STEPS = 20
-"""Buckets with fewer measured steps are priced as the next larger one."""
+"""A bucket with fewer measured steps is priced as the next larger one."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A step that a server ran."""
+    """A step of a real server: its work, its duration, and the host time after it."""
 
     engines_S: tuple[EngineWork, ...]
     seconds: float
     host_s: float
-    """From its end to the start of the next one, with work left."""
+    """Seconds from the end of this step to the start of the next one, while there was work."""
 
 
 class MeasuredCosts:
-    """``Costs`` of one runner, fitted to steps that it ran."""
+    """``Costs`` of one runner, fitted to measured steps of this runner."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class MeasuredCosts:
         round_s: float = 0.0,
         decision_s: float = 0.0,
     ) -> None:
-        """``buckets`` as ``serving.batch.step_buckets`` gives them. ``round_s``, ``decision_s``: of the placement.
+        """Fit the prices. ``buckets`` is the result of ``serving.batch.step_buckets``.
 
-        Raises ValueError if the largest bucket was not measured (``LEAST_STEPS``).
+        ``round_s`` and ``decision_s`` are the seconds of a migration round and of a placement decision.
+        Raises ValueError if the largest bucket has fewer than ``LEAST_STEPS`` measured steps.
         """
         self.buckets, self.tile = tuple(buckets), tile
         self._round_s, self._decision_s = round_s, decision_s
@@ -64,7 +65,7 @@ class MeasuredCosts:
                 self._prices[bucket] = nnls(features, np.array([step.seconds for step in own]))[0]
                 self._most[bucket] = features.max(axis=0)
         if self.buckets[-1] not in self._prices:
-            raise ValueError(f"steps: bucket {self.buckets[-1]} needs {LEAST_STEPS} of them, to price all others by")
+            raise ValueError(f"steps: bucket {self.buckets[-1]} needs {LEAST_STEPS} measured steps, to price others")
         tokens = np.array([[1.0, _chosen(step.engines_S)] for step in steps])
         self._host_prices = nnls(tokens, np.array([step.host_s for step in steps]))[0]
 
@@ -72,7 +73,7 @@ class MeasuredCosts:
         return self.price(work.engines_S)
 
     def price(self, engines_S: Sequence[EngineWork]) -> Mapping[str, float]:
-        """Seconds of a step, and of the host until the next one; how tokens route does not matter."""
+        """Return the seconds of a step, and of the host until the next one, independent of the routing of tokens."""
         bucket = self._bucket(engines_S)
         priced = next(b for b in self.buckets if b in self._prices and b[0] >= bucket[0] and b[1] >= bucket[1])
         features = _features(engines_S)
@@ -84,7 +85,7 @@ class MeasuredCosts:
         }
 
     def migration_seconds(self, moves: Round, overlapped: bool) -> float:
-        """One call of the compiled exchange, whose buffers have one size whatever moves."""
+        """Return the seconds of one call of the compiled exchange. Its buffers have one size for all moves."""
         return 0.0 if overlapped else self._round_s
 
     def decision_seconds(self, policy: PlacementPolicy) -> float:

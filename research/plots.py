@@ -1,4 +1,4 @@
-"""Panels that the pictures of runs are made of."""
+"""Panels of the pictures of runs: lines by load, and bars with intervals."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ COLOURS = {
     "sglang": LEAF,
     "gimbal_uncalibrated": YELLOW,
 }
-"""Of systems; the same in all pictures. Others take colours in turn."""
+"""Colour of each system in all pictures. Other systems take colours by their place in the legend."""
 
 
 def colour(system: str, number: int = 0) -> str:
-    """Of a system or, if it has none of its own, of its place in a legend."""
+    """Return the colour of a system or, if it has none of its own, of its place in the legend."""
     return COLOURS.get(system, RANK_COLOURS[number % len(RANK_COLOURS)])
 
 
 def plain(axes: Axes) -> Axes:
-    """Without the spines that carry nothing."""
+    """Hide the top and right spines, and return the axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     return axes
@@ -44,7 +44,7 @@ def plain(axes: Axes) -> Axes:
 def lines_by_load(
     axes: Axes, store: ResultStore, settings: Sequence[Scenario], systems: Sequence[str], measure: Measure
 ) -> None:
-    """A line per system: mean over seeds at each load, and the range of the seeds behind it."""
+    """Draw a line per system: the mean over seeds at each load, with the range of the seeds."""
     loads = sorted({load_of(scenario) for scenario in settings})
     by_share = any(scenario.share_of_capacity is not None for scenario in settings)
     for number, system in enumerate(systems):
@@ -56,7 +56,7 @@ def lines_by_load(
 
 
 def lines(axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], label: str, shade: str) -> None:
-    """Means of the values at each x, and their range."""
+    """Draw a line of the means of the values at each x, with their range."""
     known = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
     axes.plot(x, [np.mean(at) for at in known], "o-", color=shade, label=label, linewidth=1.4, markersize=3)
     axes.fill_between(x, [min(at) for at in known], [max(at) for at in known], color=shade, alpha=0.12, linewidth=0)
@@ -64,13 +64,13 @@ def lines(axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], lab
 
 
 def bar(axes: Axes, place: float, found: Estimate, offset: float, shade: str, width: float = 0.72) -> None:
-    """A bar with its interval; see ``bars``."""
+    """Draw a bar with its interval, both raised by ``offset``."""
     spread = [[found.mean - found.low], [found.high - found.mean]]
     axes.bar(place, found.mean + offset, width, color=shade, yerr=spread, capsize=2, error_kw={"linewidth": 0.9})
 
 
 def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: str = ".3g") -> None:
-    """A bar per name, with its interval and its value; ``offset`` is added to all, 1 makes ratios of changes."""
+    """Draw a bar per name, with its interval and value. ``offset`` is added to all; 1 turns changes into ratios."""
     for number, (name, estimate) in enumerate(found.items()):
         bar(axes, number, estimate, offset, colour(name, number))
         axes.annotate(
@@ -87,5 +87,5 @@ def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: s
 
 
 def label(measure: Measure) -> str:
-    """Of an axis."""
+    """Return the label of a measure's axis."""
     return MEASURES[measure].label

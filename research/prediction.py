@@ -1,7 +1,7 @@
-"""How well the kernel times predict what they were not made of.
+"""Errors of predicted kernel times against measured times that were not used for the prediction.
 
-Tables: each inner point from its two neighbours. Expert products: the balanced rows that the parts were fitted to, the
-rows of ep 1 that they were not, and the power-law rows, which nothing was fitted to.
+In tables, each inner point is predicted from its two neighbours. Expert products are predicted for three kinds of rows:
+the balanced rows of the fit, the balanced rows of ep 1 outside it, and the power-law rows, which no fit uses.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from gimbal_jax.simulation.kernel_table import Curve, Grid, Kernel, measured_ker
 from gimbal_jax.simulation.shapes import MEASURED, TP, shares
 
 DRAWS = 20
-"""Of an uneven load, averaged. The collector timed five draws of its own, so a part of the error is chance."""
+"""Draws of an uneven load that are averaged. The collector timed five other draws, so a part of the error is chance."""
 
 
 def prediction_errors() -> dict[str, np.ndarray]:
-    """Relative errors, predicted / measured - 1, by kernel or kind of rows."""
+    """Return relative errors, predicted / measured - 1, by kernel or kind of rows."""
     kernels = h100_kernels(shares(PRESETS[MEASURED], TP), TP)
     errors = {f"{name}: left out": leave_one_out(times) for name, times in kernels.items()}
     return errors | expert_errors(fit_expert_kernel(), np.random.default_rng(0))
 
 
 def leave_one_out(times: Curve | Grid) -> np.ndarray:
-    """Errors at all inner points of a curve, or of all lines of a grid."""
+    """Return the errors at all inner points of a curve, or of all lines of a grid."""
     lines = times.lines() if isinstance(times, Grid) else [times]
     return np.concatenate([line.leave_one_out() for line in lines if len(line.size) > 2])
 
 
 def expert_errors(kernel: ExpertKernel, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Errors of the expert products by kind of rows."""
+    """Return the errors of the expert products by kind of rows."""
     errors: dict[str, list[float]] = {}
     for row in measured_kernels():
         if (row.op, row.stack) == (OP, STACK):
@@ -63,7 +63,7 @@ def _kind(row: Kernel, ep: int, tokens: int) -> str:
 
 
 def _loads(params: Mapping[str, str], rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Pairs of each expert of the rank that was timed."""
+    """Yield the pairs of each expert of the timed rank: one load if balanced, else ``DRAWS`` uneven ones."""
     ep, tokens, dist = int(params["ep"]), int(params["global_tokens"]), params["dist"]
     if dist == "balanced":
         active = balanced_active(tokens, ep)
@@ -77,11 +77,11 @@ def _loads(params: Mapping[str, str], rng: np.random.Generator) -> Iterator[np.n
 
 
 def uneven_load_E(tokens: int, exponent: float, ep: int, rng: np.random.Generator) -> np.ndarray:
-    """Pairs of each expert in the form of aiconfigurator's collector (``power_law_logits_v3``), in our words.
+    """Draw the pairs of each expert as aiconfigurator's collector does (``power_law_logits_v3``; the code is ours).
 
-    Shares follow a power law, from 1 to 0.8 ``tokens`` (few pairs: 0.01 to 2); no expert gets more than ``tokens``.
-    What rounding and that limit leave goes to the least loaded expert of one rank after the other, or comes from the
-    most loaded.
+    Shares follow a power law, from 1 to 0.8 ``tokens`` (few pairs: 0.01 to 2). No expert gets more than ``tokens``.
+    Pairs that rounding and this limit leave over go to the least loaded expert of one rank after the other. Excess
+    pairs are taken from the most loaded expert.
     """
     pairs = tokens * CHOICES
     low, high = (1.0, 0.8 * tokens) if pairs > EXPERTS else (0.01, 2.0)

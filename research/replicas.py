@@ -1,7 +1,7 @@
-"""What redundant experts would save: the steps of one run, priced again under placements that it did not have.
+"""Study of redundant experts: the steps of one run, priced again under placements that the run did not have.
 
-The server has one slot per expert, so this is a study beside a run, and of the time of the experts only. Every
-placement but the first is decided by the steps before the window in which it is priced, as a server would have to.
+The server has one slot per expert, so the study reprices a run, and only the time of its experts. EPLB's placements are
+decided from the steps before the window in which they are priced, as a server would decide them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from gimbal_jax.simulation.work import Costs, StepWork
 
 WINDOW_STEPS = 200
 PRICED_EVERY = 5
-"""Steps; the others are only counted."""
+"""Interval of the priced steps. The other steps are only counted."""
 REDUNDANT = (0, 32, 128)
-"""Experts that EPLB holds in addition, over all ranks."""
+"""Numbers of additional experts that EPLB holds, over all ranks."""
 Kind = Literal["prefill", "decode"]
-"""Whether a step computes any prompt."""
+"""A step is "prefill" if it computes a part of any prompt."""
 
 
 def replica_study(scenario: Scenario) -> dict[str, Any]:
-    """Seconds of the experts by placement and kind of step, and of whole steps as they ran.
+    """Return the seconds of the experts by placement and kind of step, and of whole steps as they ran.
 
-    The scenario's system must leave experts in the contiguous placement.
+    Raises ValueError if the scenario's system does not keep the contiguous placement.
     """
     model = PRESETS[scenario.model]
     costs = h100_costs(scenario.costs, model, scenario.mesh, scenario.exchange)
@@ -41,7 +41,7 @@ def replica_study(scenario: Scenario) -> dict[str, Any]:
     if not np.array_equal(
         run.slot_of_expert_LE, np.broadcast_to(np.arange(model.num_experts), run.slot_of_expert_LE.shape)
     ):
-        raise ValueError(f"system {scenario.system}: must leave the contiguous placement as it is")
+        raise ValueError(f"system {scenario.system}: must keep the contiguous placement")
     return {
         "experts_s": dict(watched.experts_s),
         "steps_s": watched.steps_s,
@@ -50,7 +50,7 @@ def replica_study(scenario: Scenario) -> dict[str, Any]:
 
 
 class WatchedCosts:
-    """Costs that price some of the steps under other placements too."""
+    """Costs that also price some of the steps under other placements."""
 
     def __init__(self, costs: Costs, ranks: int) -> None:
         self.experts_s: defaultdict[str, dict[Kind, float]] = defaultdict(lambda: {"prefill": 0.0, "decode": 0.0})
@@ -74,7 +74,7 @@ class WatchedCosts:
                 f"eplb, {redundant} redundant": replicated_placement(self._counts_LE, experts + redundant, self._ranks)
                 for redundant in REDUNDANT
             }
-            self._counts_LE = self._counts_LE // 2  # as windows are smoothed: the last one weighs as all before it
+            self._counts_LE = self._counts_LE // 2  # smoothed as in the server: the last window weighs half
         return parts
 
     def migration_seconds(self, moves: Round, overlapped: bool) -> float:
@@ -105,9 +105,9 @@ class WatchedCosts:
 
 
 def replica_pairs_LSP(counts_LSE: np.ndarray, plan: ReplicatedPlacement) -> np.ndarray:
-    """Pairs of each slot: the replicas of an expert share the pairs of each source as evenly as whole pairs go."""
+    """Return the pairs of each slot. The replicas of an expert share each source's pairs evenly, in whole pairs."""
     expert_LP = plan.expert_of_slot_LP
-    # How many earlier slots of the layer hold the same expert.
+    # turn_LP: number of earlier slots of the layer that hold the same expert.
     order_LP = np.argsort(expert_LP, axis=1, kind="stable")
     sorted_LP = np.take_along_axis(expert_LP, order_LP, axis=1)
     place_P = np.arange(expert_LP.shape[1])
@@ -120,7 +120,7 @@ def replica_pairs_LSP(counts_LSE: np.ndarray, plan: ReplicatedPlacement) -> np.n
 
 
 def even_pairs_LSP(work: StepWork, ranks: int) -> np.ndarray:
-    """The same pairs as if each source sent every rank as many, to as many experts: what no placement goes below."""
+    """Return the step's pairs spread evenly over ranks and active experts: the lower bound of all placements."""
     slot_P = np.arange(work.pairs_LSP.shape[2] // ranks)
     active_L = np.maximum(work.active_LR.sum(axis=1) // ranks, 1)[:, None, None, None]
     load_LSR = (work.pairs_LSP.sum(axis=2)[:, :, None] + np.arange(ranks)) // ranks

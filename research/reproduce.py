@@ -1,9 +1,9 @@
-"""Reproduces the paper's figures 2 to 12, and studies of ours, by simulation: `python -m research.reproduce`.
+"""Reproduce the paper's figures 2 to 12, and our studies, by simulation: `python -m research.reproduce`.
 
-Whatever is computed goes to results.jsonl in the folder of --out at once, and is not computed again: stop the command
-whenever you like, and call it again to go on. Results belong to the code that made them: after a change of the
-simulator take another folder. Pictures are drawn at the end; `python -m research.results_tables` prints all tables.
-Figure 13, the cost of counting, is measured and not simulated: `python -m research.collection_overhead`.
+Each result is written immediately to results.jsonl in the folder of --out and is not computed again. The command can be
+stopped at any time, and the next call continues. Results depend on the code, so after a change of the simulator use
+another folder. Pictures are drawn at the end. `python -m research.results_tables` prints all tables.
+`python -m research.collection_overhead` measures figure 13, the cost of counting, which is not simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import console, errors_said, fail
+from gimbal_jax.cli.terminal import console, fail, report_errors
 from gimbal_jax.config import PlacementConfig
 from research.calibrate_placement import compare, synthetic
 from research.experiments import MOST_SEEDS, Experiment, Scope, experiments, in_order, quick
@@ -33,25 +33,25 @@ from research.tasks import CalibrationPoint, Task, at_capacity, capacity_task, r
 OUT = Path(__file__).resolve().parents[1] / "out" / "reproduce"
 SHOWN_ERRORS = 10
 CALIBRATION_RANKS = 4
-"""Over two sources, as on the paper's testbed."""
+"""Ranks of the calibration's windows, over two sources, as on the paper's testbed."""
 
 
 def compute(task: Task) -> dict[str, Any]:
-    """What a worker does, and how long it took here."""
+    """Compute a task in a worker, and add its seconds on this machine (``wall_s``)."""
     began = time.monotonic()
     result = calibration_point(task) if isinstance(task, CalibrationPoint) else run_task(task)
     return {**result, "wall_s": time.monotonic() - began}
 
 
 def calibration_point(task: CalibrationPoint) -> dict[str, Any]:
-    """Each policy's answers beside the exact ones."""
+    """Compare the answers of each policy with the exact ones."""
     windows = synthetic(task.windows, CALIBRATION_RANKS, seed=0).sample(task.windows)
     config = PlacementConfig(alpha=1.0, beta=task.beta, gamma=task.gamma)
     return dict(compare(windows, config, task.time_limit_s, task.gap).policies)
 
 
 def compute_all(tasks: Sequence[Task], store: ResultStore, jobs: int) -> list[str]:
-    """Put the results of all tasks into the store, and say what went wrong."""
+    """Put the results of all tasks into the store, and return the errors."""
     capacities = list(dict.fromkeys(found for task in tasks if (found := capacity_task(task)) is not None))
     errors = compute_missing(capacities, store, jobs, "capacities", lambda task: task)
 
@@ -66,7 +66,10 @@ def compute_all(tasks: Sequence[Task], store: ResultStore, jobs: int) -> list[st
 def compute_missing(
     tasks: Sequence[Task], store: ResultStore, jobs: int, what: str, prepare: Callable[[Task], Task]
 ) -> list[str]:
-    """Compute what is not in the store yet. A first Ctrl-C starts nothing more and keeps what is under way."""
+    """Compute the tasks that the store lacks, and return the errors.
+
+    On Ctrl-C no task is started any more, and the running ones are finished and kept.
+    """
     missing = [task for task in tasks if task not in store]
     if not missing:
         return []
@@ -79,7 +82,7 @@ def compute_missing(
             errors.append(f"{waiting[future]}: {error}")
         del waiting[future]
 
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers: more would only wait for each other
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the workers; more threads would only wait for each other
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=ignore_interrupts) as pool:
         waiting = {pool.submit(compute, prepare(task)): task for task in missing}
@@ -88,7 +91,7 @@ def compute_missing(
                 for future in progress.track(as_completed(list(waiting)), total=len(waiting)):
                     keep(future)
             except KeyboardInterrupt:
-                console.print("stopping: what is under way is kept, a few seconds")
+                console.print("stopping after the running tasks, whose results are kept (a few seconds)")
                 for future in as_completed([future for future in waiting if not future.cancel()]):
                     keep(future)
                 raise
@@ -96,12 +99,12 @@ def compute_missing(
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C is the parent's affair."""
+    """Ignore Ctrl-C in a worker. The parent process handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def overview(found: dict[str, Experiment], store: ResultStore) -> Table:
-    """Names of the experiments, and how much of them is done."""
+    """Return a table of the experiments with the number of their runs, and of those that are done."""
     table = Table("name", "what", title="Figures of the paper, and studies")
     for column in ("runs", "done"):
         table.add_column(column, justify="right")
@@ -115,25 +118,25 @@ def overview(found: dict[str, Experiment], store: ResultStore) -> Table:
 
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Names by --list; default: all.")
+        list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Names as in --list. By default all.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, each in a process.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = OUT,
     seeds: Annotated[
-        int, typer.Option(min=1, max=MOST_SEEDS, help="Of each setting; can be raised later.")
+        int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each setting. Can be raised later.")
     ] = Scope.seeds,
-    requests: Annotated[int, typer.Option(min=1, help="Of each run.")] = Scope.requests,
-    small: Annotated[bool, typer.Option("--quick", help="A look in minutes, in a folder of its own.")] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Show the figures and how much of each is done.")] = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = Scope.requests,
+    small: Annotated[bool, typer.Option("--quick", help="Run a small part in minutes, in its own folder.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the figures and how much of each is done.")] = False,
 ) -> None:
-    """Compute what is missing, and draw."""
+    """Compute the missing results, and draw the pictures."""
     scope = Scope(requests, seeds)
     if small:
         scope, out = quick(scope), out / "quick"
     known = experiments(scope)
     if unknown := [name for name in names or () if name not in known]:
         fail(f"figure {unknown[0]}: must be one of {', '.join(known)}")
-    with errors_said():
+    with report_errors():
         store = ResultStore(out / "results.jsonl")
     if listed:
         console.print(overview(known, store))

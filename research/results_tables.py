@@ -1,6 +1,6 @@
-"""Prints the tables of research/results.md, from what ``python -m research.reproduce`` found.
+"""Print the tables of research/results.md from the results of ``python -m research.reproduce``.
 
-``--write`` puts them into the document, between the comments that are there.
+``--write`` writes them into the document, between the comments with their names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gimbal_jax.cli.terminal import errors_said
+from gimbal_jax.cli.terminal import report_errors
 from research.experiments import MOST_SEEDS, Scope, quick
 from research.reproduce import OUT
 from research.store import ResultStore
@@ -23,17 +23,17 @@ DOCUMENT = Path(__file__).with_name("results.md")
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = OUT,
-    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds that the results have.")] = Scope.seeds,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each run that the results have.")] = Scope.requests,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the results.")] = Scope.seeds,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run of the results.")] = Scope.requests,
     small: Annotated[bool, typer.Option("--quick", help="Show the results of `research.reproduce --quick`.")] = False,
-    write: Annotated[bool, typer.Option(help=f"Write them into {DOCUMENT.name} instead.")] = False,
+    write: Annotated[bool, typer.Option(help=f"Write the tables into {DOCUMENT.name} instead.")] = False,
 ) -> None:
     """Print all tables as Markdown."""
     scope = Scope(requests, seeds)
     if small:
         scope, out = quick(scope), out / "quick"
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    with errors_said():
+    with report_errors():
         store = ResultStore(out / "results.jsonl")
         for table in all_tables(store, scope):
             if write:

@@ -1,4 +1,4 @@
-"""Results of finished runs in a file of JSON lines, so that work cut short goes on where it stopped."""
+"""Results of finished runs in a file of JSON lines, so that interrupted work can continue."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def scenario_key(scenario: Any) -> str:
-    """16 hexadecimal digits that name a scenario (a dataclass of JSON values): a hash of its kind and all fields."""
+    """Return 16 hexadecimal digits for a scenario (a dataclass of JSON values): a hash of its class and all fields."""
     fields = json.dumps([type(scenario).__name__, asdict(scenario)], sort_keys=True)
     return hashlib.sha256(fields.encode()).hexdigest()[:16]
 
 
 class ResultStore:
-    """One line per result: its key, its scenario, and the result. The last line of a key is the one that counts.
+    """A file with one line per result: key, scenario and result. The last line of a key counts.
 
-    Only the scenario is in the key, not the code: results of other code belong into another file.
+    The key contains the scenario, not the code, so results of other code need another file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. A last line that was not finished is cut off.
+        """Read the file, and create it if there is none. An unfinished last line is cut off.
 
         Raises ValueError with the number of any other line that is not a result.
         """
@@ -41,10 +41,10 @@ class ResultStore:
                 entry = json.loads(line)
                 self._results[entry["key"]] = entry["result"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}: line {number} is no result") from None
+                raise ValueError(f"{path}: line {number} is not a result") from None
 
     def add(self, scenario: Any, result: Mapping[str, Any]) -> None:
-        """Write a result to the file."""
+        """Append a result to the file."""
         key = scenario_key(scenario)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "scenario": asdict(scenario), "result": result}) + "\n")
@@ -60,5 +60,5 @@ class ResultStore:
         return len(self._results)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """All results, the oldest first."""
+        """Iterate over all results in the order in which their keys were first added."""
         return iter(self._results.values())

@@ -1,4 +1,4 @@
-"""Pictures of the studies; see ``study_tables`` for their numbers."""
+"""Pictures of the studies. ``tables`` has their numbers."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
 
 
 def draw_topics(store: ResultStore, scope: Scope) -> Drawn:
-    """Sources that keep their topics: change of TPOT, and the remote share."""
+    """Draw sources that keep their topics: TPOT and TTFT over vllm's, and the remote share."""
     yield from _changes_and("remote_share", "topics", "Sources keep topics", with_topics, COMPARED, store, scope)
 
 
 def draw_exchange(store: ResultStore, scope: Scope) -> Drawn:
-    """All-gather in place of all-to-all."""
+    """Draw all-gather instead of all-to-all: TPOT and TTFT over vllm's, and the time in the exchange."""
     yield from _changes_and("exchange_share", "exchange", "All-gather", with_gather, GATHER_SYSTEMS, store, scope)
 
 
 def draw_late(store: ResultStore, scope: Scope) -> Drawn:
-    """TTFT and its tail by load."""
+    """Draw TTFT, its P99 and TPOT by load, with late binding and dispatch at arrival."""
     found = [s for s in late_settings(scope) if s.workload.lengths == "azure-code"]
     measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot")
     if figure := _by_load(store, found, DISPATCH_SYSTEMS, measures):
@@ -59,7 +59,7 @@ def draw_late(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_budget(store: ResultStore, scope: Scope) -> Drawn:
-    """Latencies by the token budget of a step."""
+    """Draw latencies by the token budget of a step."""
     found = budget_settings(scope)
     if not _all(store, found, ("static", "late_static")):
         return
@@ -81,7 +81,7 @@ def draw_budget(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_queues(store: ResultStore, scope: Scope) -> Drawn:
-    """TTFT and its tail by queue order, at the highest load."""
+    """Draw TTFT, its P99 and latency by queue order, at the highest load."""
     found = queue_settings(scope)
     highest = [s for s in found if load_of(s) == max(map(load_of, found))]
     measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "e2e")
@@ -97,7 +97,7 @@ def draw_queues(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
-    """Time of the experts by placement, over the contiguous one's."""
+    """Draw the time of the experts by placement, relative to the contiguous one."""
     found = [store[task] for scenario in replica_settings(scope) if (task := Replicas(scenario)) in store]
     if not found:
         return
@@ -115,7 +115,7 @@ def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
-    """Latencies and bytes across nodes by persistence of topics."""
+    """Draw latencies and bytes across nodes by persistence of topics."""
     found = multihost_settings(scope)
     if not all(any(run in store for run in as_variant(name, found)) for name in MULTIHOST_VARIANTS):
         return
@@ -137,7 +137,7 @@ def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
 
 
 def draw_pressure_weights(store: ResultStore, scope: Scope) -> Drawn:
-    """Changes by the weight of expert pressure in dispatch."""
+    """Draw changes of latencies by the weight of expert pressure in dispatch."""
     found = fashionable(scope)
     groups = pressure_systems()
     if not _all(store, found, [system for systems in groups for system in systems]):
@@ -179,7 +179,7 @@ def _changes_and(
     store: ResultStore,
     scope: Scope,
 ) -> Drawn:
-    """TPOT and TTFT over vllm's, and another measure as it is, for each cost set."""
+    """Draw TPOT and TTFT over vllm's, and the values of another measure, for each cost set."""
     for costs in VARIED:
         found = settings_of(scope, costs)
         if not _all(store, found, systems):
@@ -213,5 +213,5 @@ def _by_load(
 
 
 def _all(store: ResultStore, found: Sequence[Scenario], systems: Sequence[str]) -> bool:
-    """Whether there is a run of each of the systems."""
+    """Return whether the store has at least one run of each system."""
     return all(any(run in store for run in under_system(system, found)) for system in systems)

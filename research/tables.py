@@ -407,7 +407,9 @@ def calibration_table(store: ResultStore, scope: Scope) -> Table:
             cells = [f"({1:g}, {task.beta:g}, {task.gamma:g})", f"{greedy['same']:.1%}", f"{greedy['comm_gap']:+.2%}"]
             rows.append([*cells, f"{exact['moved']:.1%}", f"{exact['fullest']:.3f}", f"{greedy['fullest']:.3f}"])
     columns = ["alpha, beta, gamma", "same rank as exact", "comm over exact's", "exact moves", "exact's fullest"]
-    title = "Weights beside the exact solver. Paper, at its (1, 0.0025, 1): over 80 % the same, comm within 0.6 %"
+    title = (
+        "Weights compared with the exact solver. Paper, at its (1, 0.0025, 1): over 80 % the same, comm within 0.6 %"
+    )
     return Table("calibration", title, [*columns, "greedy's fullest"], rows, "6")
 
 

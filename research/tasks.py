@@ -1,4 +1,4 @@
-"""What the reproduction computes besides runs: each one a small record, and a result that JSON can hold."""
+"""Tasks of the reproduction: runs and others. Each task is a small record, and its result can be written as JSON."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from research.replicas import replica_study
 
 @dataclass(frozen=True)
 class Capacity:
-    """Requests per second that ``REFERENCE`` sustains in a scenario, by one seed."""
+    """Requests per second that ``REFERENCE`` sustains in a scenario, measured with one seed."""
 
     scenario: Scenario
 
 
 @dataclass(frozen=True)
 class OneRequest:
-    """A request alone on the paper's testbed."""
+    """A single request on the paper's testbed."""
 
     prompt_tokens: int
     costs: CostSet
     output_tokens: int = 128
-    """Enough for its TPOT."""
+    """Output length, enough to measure TPOT."""
 
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Which experts a run's tokens chose, and from where."""
+    """Counts of the experts that a run's tokens chose, by source."""
 
     scenario: Scenario
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What redundant experts would save in a run's steps."""
+    """Time that redundant experts would save in a run's steps."""
 
     scenario: Scenario
 
 
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Weights of the placement objective beside the exact solver; ``research/calibrate_placement.py`` computes it."""
+    """Weights of the placement objective to compare with the exact solver; ``reproduce.calibration_point`` does it."""
 
     beta: float
     gamma: float
@@ -68,7 +68,7 @@ Task = Scenario | Capacity | OneRequest | ExpertCounts | Replicas | CalibrationP
 
 
 def scenario_of(task: Task) -> Scenario | None:
-    """The run that a task is, or looks at."""
+    """Return the run that a task is or evaluates; None if there is none."""
     match task:
         case Scenario():
             return task
@@ -78,9 +78,9 @@ def scenario_of(task: Task) -> Scenario | None:
 
 
 def capacity_task(task: Task) -> Capacity | None:
-    """What must be known before a task that names its load as a share of capacity.
+    """Return the capacity that a task needs if its load is a share of capacity; None for other tasks.
 
-    It does not depend on system, seed, topics or step budget, so that all of these are compared at one rate.
+    The capacity does not depend on system, seed, topics or step budget, so that all of these are compared at one rate.
     """
     scenario = scenario_of(task)
     if scenario is None or scenario.share_of_capacity is None:
@@ -100,17 +100,23 @@ def capacity_task(task: Task) -> Capacity | None:
 
 
 def at_capacity(task: Task, sustained: float) -> Task:
-    """A task that needs a ``capacity_task``, with a rate in place of its share of these requests per second."""
+    """Return the task with its share of capacity replaced by that share of ``sustained`` requests per second.
+
+    Raises ValueError if the task has no share of capacity.
+    """
     scenario = scenario_of(task)
     if scenario is None or scenario.share_of_capacity is None:
-        raise ValueError(f"{task} names no share of capacity")
+        raise ValueError(f"{task}: must have a share of capacity")
     workload = replace(scenario.workload, rate=scenario.share_of_capacity * sustained)
     scenario = replace(scenario, share_of_capacity=None, workload=workload)
     return replace(task, scenario=scenario) if isinstance(task, ExpertCounts | Replicas) else scenario
 
 
 def run_task(task: Task) -> dict[str, Any]:
-    """Compute it. Where it names a share of capacity that is measured for its own seed; see ``at_capacity``."""
+    """Compute a task. A share of capacity refers to the capacity with the task's own seed, unlike ``at_capacity``.
+
+    Raises ValueError for a ``CalibrationPoint``, which ``reproduce.calibration_point`` computes.
+    """
     match task:
         case Scenario():
             return run_scenario(task)
@@ -124,7 +130,7 @@ def run_task(task: Task) -> dict[str, Any]:
         case Replicas(scenario):
             return replica_study(scenario)
         case CalibrationPoint():
-            raise ValueError("a point of the calibration is computed by research/calibrate_placement.py")
+            raise ValueError("CalibrationPoint: run_task cannot compute it. Use research.reproduce.compute")
 
 
 def _one_request(task: OneRequest) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""A runner that notes what each step computed, how long it took, and where tokens were routed."""
+"""A runner that records the work and the duration of each step, and the routing of tokens."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -11,14 +10,14 @@ import numpy as np
 from gimbal_jax.bench.measurement import Traffic
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap, Runner
+from gimbal_jax.serving.engine.runner import Mark, Pending, Runner
 from gimbal_jax.simulation.runner import engine_work
 from gimbal_jax.simulation.work import EngineWork
 from research.measured_costs import MeasuredStep
 
 
 class TimedRunner:
-    """Another ``Runner``, watched, and made to wait for each step before the next one: else they have no time each."""
+    """A ``Runner`` around another one that records its steps. It runs no step ahead, so each has its own duration."""
 
     ahead = 0
 
@@ -26,24 +25,23 @@ class TimedRunner:
         self.expert_bytes = runner.expert_bytes
         self._runner, self._clock = runner, clock
         self._steps: list[tuple[tuple[EngineWork, ...], float, float]] = []
-        """What was computed, from when to when."""
-        self._in_flight: deque[tuple[tuple[EngineWork, ...], float]] = deque()
-        """What is being computed, and since when."""
+        """Work of each step, its start and its end."""
         self._traffic: list[Traffic] = []
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._runner.slot_of_expert_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
-        self._in_flight.append((tuple(engine_work(plan) for plan in plans), self._clock()))
-        self._runner.enqueue(plans, lap)
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
+        work, began = tuple(engine_work(plan) for plan in plans), self._clock()
+        wait = self._runner.enqueue(plans, mark)
 
-    def results(self) -> list[StepResult]:
-        results = self._runner.results()
-        work, began = self._in_flight.popleft()
-        self._steps.append((work, began, self._clock()))
-        return results
+        def pending() -> list[StepResult]:
+            results = wait()
+            self._steps.append((work, began, self._clock()))
+            return results
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         begun, slot_of_expert_LE = self._runner.begin_counts(), self.slot_of_expert_LE
@@ -62,7 +60,7 @@ class TimedRunner:
         return self._runner.compiles_after_warmup()
 
     def take_steps(self) -> list[MeasuredStep]:
-        """The steps since the last call, but the last one: what came after it is not known."""
+        """Return the steps since the last call except the last one, because its time to the next step is unknown."""
         steps, self._steps = self._steps, []
         return [
             MeasuredStep(work, ended - began, next_began - ended)
@@ -70,6 +68,6 @@ class TimedRunner:
         ]
 
     def take_traffic(self) -> list[Traffic]:
-        """What was counted since the last call, in the portions that the server fetched (every trace period)."""
+        """Return the counts since the last call, in the portions that the server fetched (every trace period)."""
         traffic, self._traffic = self._traffic, []
         return traffic

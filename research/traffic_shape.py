@@ -1,4 +1,4 @@
-"""How uneven the experts of a run were under the contiguous placement, and how much of their traffic was remote."""
+"""Load of a run's experts and share of remote traffic under the contiguous placement."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gimbal_jax.scheduler.traffic import imbalance_L, remote_share, tokens_LSR
 
 @dataclass(frozen=True, eq=False)
 class TrafficShape:
-    """Figure 4 in numbers."""
+    """Numbers of figure 4."""
 
     relative_LE: np.ndarray
     """Tokens of each expert over its layer's mean."""
     remote_LS: np.ndarray
     """Share of each source's expert tokens that leaves its own ranks, by layer."""
     imbalance_L: np.ndarray
-    """Fullest rank over the mean."""
+    """Load of the fullest rank over the mean, by layer."""
     remote_share: float
-    """Over all layers and sources."""
+    """Share of remote expert tokens over all layers and sources."""
 
 
 def traffic_shape(counted: Mapping[str, Any]) -> TrafficShape:
-    """Of a result of ``tasks.ExpertCounts``."""
+    """Return the traffic shape of a result of ``tasks.ExpertCounts``."""
     counts_LSE, ranks = np.array(counted["counts_LSE"]), counted["ranks"]
     layers, sources, experts = counts_LSE.shape
     slot_of_expert_LE = static_placement(layers, experts, ranks)

@@ -29,7 +29,7 @@ from gimbal_jax.bench.measurement import Summary, summarise
 from gimbal_jax.cli.terminal import console, print_table, progress_bar
 from gimbal_jax.config import ModelConfig
 from gimbal_jax.model.demo_model import TOPICS
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from gimbal_jax.simulation.routing import BALANCED, Router, synthetic_router
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
@@ -78,9 +78,9 @@ def main(
     use_cpu_devices()
     with progress_bar("compiling") as progress:
         model, runner = demo_runner(CONFIG, 1, progress)
-    with running(Server(model, CONFIG, runner)) as server:
+    with running(EngineCore(model, CONFIG, runner)) as server:
         capacity = closed_loop(server, other_calls(new_router(model, 0), 0), CLIENTS[-1], CAPACITY_S)
-    comparisons = []
+    comparisons: list[Comparison] = []
     with progress_bar("comparing") as progress:
         for seed, load in product(range(repetitions), LOADS):
             progress(len(comparisons), repetitions * len(LOADS))
@@ -115,7 +115,7 @@ def compare(
     rate = load * capacity
     workload = WorkloadConfig(requests=max(1, round(rate * seconds)), rate=rate)
     arrivals = scaled(make_workload(workload, router, seed))
-    with running(Server(model, CONFIG, timed)) as server:
+    with running(EngineCore(model, CONFIG, timed)) as server:
         seen = open_loop(server, [call_of(arrival, encode, rng) for arrival in arrivals])
     sent = [replace(arrival, time_s=m.arrival_s) for arrival, m in zip(arrivals, seen, strict=True)]
     sent.sort(key=lambda arrival: arrival.time_s)
@@ -139,7 +139,7 @@ def busy_steps(model: ModelConfig, runner: TimedRunner, calls: Sequence[Call]) -
     """Return the steps of a server that clients keep busy."""
     steps = []
     for clients in CLIENTS:
-        with running(Server(model, CONFIG, runner)) as server:
+        with running(EngineCore(model, CONFIG, runner)) as server:
             closed_loop(server, calls, clients, CALIBRATION_S / len(CLIENTS))
         own = runner.take_steps()
         steps += own[len(own) // 4 :]  # the first ones after a start are slow

@@ -1,7 +1,7 @@
-"""Compiles the server's programs for GPUs that are not there, checks them, and writes the table of docs/cuda.md.
+"""Compile the server's programs for GPUs without having any, check them, and write the table of docs/cuda.md.
 
-Runs in the environment that `make cuda-check` makes. Without options it compiles two layers of every program and
-extends the sizes to all of them; `--layers 0` compiles all layers, which takes much longer.
+The script runs in the environment that `make cuda-check` makes. By default it compiles two layers of every program and
+extends the sizes to all layers. `--layers 0` compiles all layers, which takes much longer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ PLANS = (
     ("Qwen3-235B-A22B", "8xH100", ((2, 4),)),
     ("Qwen3-235B-A22B", "8xH200", ((2, 4),)),
 )
-"""Model, GPUs, and the (dp, tp) that are checked."""
+"""(model, GPUs, checked (dp, tp))."""
 LEAST_KV_TOKENS = {("Qwen3-30B-A3B", "4xH100", (2, 2)): 950_000}
-"""KV pools that we promise, per engine."""
+"""(model, GPUs, (dp, tp)) -> promised minimum tokens of the KV pool of each engine."""
 
 
 def main(
-    layers: Annotated[int, typer.Option(min=0, help="Layers to compile of each model; 0 for all.")] = 2,
+    layers: Annotated[int, typer.Option(min=0, help="Layers of each model to compile; 0: all.")] = 2,
     write: Annotated[bool, typer.Option("--write", help="Write the table into docs/cuda.md.")] = False,
 ) -> None:
     jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax speaks of each shape that it has no tuning for
+    logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax warns about every shape without tuning
     rows, broken, started = [], [], time.monotonic()
     for name, gpus, meshes in PLANS:
         gpu, count, nodes = parse_gpus(gpus)
@@ -54,7 +54,9 @@ def main(
             tokens = kv_tokens(config)
             least = LEAST_KV_TOKENS.get((name, gpus, (dp, tp)), 0)
             if tokens < least:
-                broken.append(f"{name} {gpus} {dp} x {tp}: kv pool: {tokens:,} tokens per engine, want {least:,}")
+                broken.append(
+                    f"{name} {gpus} {dp} x {tp}: kv pool: {tokens:,} tokens per engine, must be at least {least:,}"
+                )
     Console(width=250).print(table(rows))
     for line in broken:
         console.print(line)

@@ -1,4 +1,4 @@
-"""The parts of docs/cuda.md, and of other documents, that commands write."""
+"""Write the generated parts of docs/cuda.md and of other documents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "cuda.md"
 
 
 def write_section(name: str, text: str, document: Path | None = None) -> None:
-    """Put ``text`` between the comments that begin and end this section, of docs/cuda.md by default."""
+    """Replace the text between the comments that begin and end a section, by default in docs/cuda.md."""
     document = document or DOCUMENT
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
     before, rest = document.read_text(encoding="utf-8").split(begin)
@@ -16,6 +16,6 @@ def write_section(name: str, text: str, document: Path | None = None) -> None:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     lines = (columns, ["---"] * len(columns), *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -1,6 +1,6 @@
-"""What every Mosaic GPU kernel needs of an H100: registers, spills and shared memory, with no GPU at hand.
+"""Report the registers, spills and shared memory of every Mosaic GPU kernel on an H100, without a GPU.
 
-XLA's CUDA compiler must be installed, as `make cuda-check` does. `report` gives the rows to other programs.
+XLA's CUDA compiler must be installed, as by `make cuda-check`. Other programs call `report` for the rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
     case: str
     kernel: KernelResources
     temporary_bytes: int
-    """Of the case's whole program."""
+    """Temporaries of the whole program of the case."""
     compile_s: float
 
 
@@ -82,7 +82,7 @@ def array(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
 
 
 def products() -> Iterator[Case]:
-    """Rank 0 of four: 32 of 128 experts."""
+    """Yield cases of one of four ranks, which has 32 of 128 experts."""
     for name, tokens in (("decode", 256), ("prefill", 16384)):
         yield Case(
             f"{name}: N {tokens}, P 32, k 8, D 2048, I 768",
@@ -99,11 +99,11 @@ def products() -> Iterator[Case]:
 
 
 CASES: tuple[Callable[[], Iterator[Case]], ...] = (routing, attention, products)
-"""The cases of every operation that has a kernel."""
+"""Functions that yield the cases of every operation with a kernel."""
 
 
 def report(cases: Iterator[Case], gpu: str = "H100") -> Iterator[Row]:
-    """Compile the cases one by one; the environment must say MOSAIC_GPU_DUMP_PTXAS=1."""
+    """Compile the cases one by one and yield a row per kernel. The environment must have MOSAIC_GPU_DUMP_PTXAS=1."""
     device, known = compile_only_devices(gpu_kinds()[gpu], 1)[0], dict[bytes, KernelResources]()
     for case in cases:
         started = time.perf_counter()
@@ -128,10 +128,10 @@ def table(rows: list[Row]) -> Table:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON here.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="JSON file for the rows.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Write the table into docs/cuda.md.")] = False,
 ) -> None:
-    """Compile every kernel for an H100 and print what it needs; exit code 1 if one spills."""
+    """Compile every kernel for an H100 and print its resources. Exit code 1 if a kernel spills."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.config.update("jax_platforms", "cpu")
     rows = list(report(case for cases in CASES for case in cases()))

@@ -1,4 +1,4 @@
-"""Writes deploy/grafana/gimbal.json, the Grafana dashboard, from the panels below."""
+"""Write deploy/grafana/gimbal.json, the Grafana dashboard, from the panels below."""
 
 import json
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import Any
 PATH = Path(__file__).parents[1] / "deploy" / "grafana" / "gimbal.json"
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT, PER_ROW = 8, 7, 3
-"""Of a panel, on Grafana's grid of 24 columns."""
+"""Size of a panel on Grafana's grid of 24 columns, and panels per row."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph; ``lines`` are (legend, expression), and $s is the selection of servers and engines by the user."""
+    """One graph. ``lines`` are (legend, expression); $s stands for the selected servers and $e for the engines."""
 
     title: str
     unit: str
@@ -70,7 +70,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("output tokens/s", rate("gimbal_generation_tokens_total")),
             ),
         ),
-        Panel("Refused", "reqps", (("refused", rate("gimbal_requests_refused_total")),), "Mostly by full queues."),
+        Panel("Rejected", "reqps", (("rejected", rate("gimbal_requests_refused_total")),), "Mostly by full queues."),
         Panel("Prompt lengths", "short", quantiles("request_prompt_tokens")),
         Panel("Output lengths", "short", quantiles("request_generation_tokens")),
     ),
@@ -99,7 +99,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Share of prompt tokens that the prefix cache held.",
             maximum=1,
         ),
-        Panel("Prefill tokens to do", "short", by_engine("prefill_tokens")),
+        Panel("Prefill tokens left", "short", by_engine("prefill_tokens")),
         Panel(
             "Expert pressure",
             "short",
@@ -126,12 +126,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             (("{{instance}} {{engine}}", rate("gimbal_engine_num_preemptions_total", "instance, engine", ", $e")),),
         ),
-        Panel("Step", "s", quantiles("step_seconds"), "Time of a step on the devices."),
+        Panel("Step", "s", quantiles("step_seconds"), "Seconds of a step on the devices."),
         Panel(
             "Parts of a tick",
             "s",
             (("{{phase}}", 'max by (phase) (gimbal_tick_phase_seconds{$s, statistic="mean"})'),),
-            "Mean over the last ticks; all but wait is the host's own work.",
+            "Mean over the last ticks. All parts except wait are the host's own work.",
         ),
     ),
     "Dispatch": (
@@ -139,20 +139,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Decisions by rule",
             "reqps",
             (("{{rule}}", rate("gimbal_dispatches_total", "rule")),),
-            "Many missing or stale: traces do not arrive.",
+            "Many decisions by missing or stale mean that traces do not arrive.",
         ),
         Panel("Age of traces", "s", by_engine("trace_age_seconds")),
         Panel(
             "Compensation",
             "short",
             by_engine("dispatch_compensation_tokens"),
-            "Prefill tokens sent that no trace shows yet.",
+            "Prefill tokens sent to an engine that its latest trace does not include.",
         ),
         Panel(
             "Scores of the last decision",
             "short",
             (("{{engine}} {{term}}", "gimbal_engine_dispatch_score{$s, $e}"),),
-            "Summands; the engine with the least sum is chosen.",
+            "Summands of the scores. The engine with the smallest sum is chosen.",
         ),
     ),
     "Placement": (
@@ -163,7 +163,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("mean {{instance}}", "gimbal_rank_imbalance{$s}"),
                 ("worst layer {{instance}}", "gimbal_worst_layer_imbalance{$s}"),
             ),
-            "Fullest over mean rank load of the last window, under today's placement; 1 is even.",
+            "Max over mean rank load of the last window, under the current placement; 1 is even.",
         ),
         Panel(
             "Imbalance by layer",
@@ -176,14 +176,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Balancedness",
             "percentunit",
             (("{{definition}} {{instance}}", "gimbal_balancedness{$s}"),),
-            "As vLLM and as SGLang define it.",
+            "Mean over max rank load, as vLLM and as SGLang define it.",
             maximum=1,
         ),
         Panel(
             "Remote share",
             "percentunit",
             (("{{instance}}", "gimbal_remote_share{$s}"),),
-            "Expert tokens that leave their engine's ranks.",
+            "Share of expert tokens that leave their engine's ranks.",
             maximum=1,
         ),
         Panel(
@@ -193,7 +193,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("predicted {{instance}}", "gimbal_placement_predicted_gain{$s}"),
                 ("achieved {{instance}}", "gimbal_placement_achieved_gain{$s}"),
             ),
-            "Share of the objective saved, moves included: foretold, and on the next window.",
+            "Share of the objective saved, moves included: predicted, and achieved on the next window.",
         ),
         Panel(
             "Decisions",
@@ -211,7 +211,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Time spent",
             "percentunit",
             (
-                ("deciding, beside steps", rate("gimbal_placement_decision_seconds_total")),
+                ("deciding, in parallel with steps", rate("gimbal_placement_decision_seconds_total")),
                 ("moving, between steps", rate("gimbal_migration_seconds_total")),
             ),
             "Share of time.",
@@ -229,7 +229,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("State", "short", (("{{instance}} {{state}}", "gimbal_state{$s} == 1"),), kind="stat"),
         Panel("Version", "short", (("{{instance}} {{version}}", "gimbal_build_info{$s}"),), kind="stat"),
         Panel("Memory", "bytes", (("{{instance}}", "process_resident_memory_bytes{$s}"),)),
-        Panel("CPU", "percentunit", (("{{instance}}", rate("process_cpu_seconds_total", "instance")),), "Of one core."),
+        Panel(
+            "CPU",
+            "percentunit",
+            (("{{instance}}", rate("process_cpu_seconds_total", "instance")),),
+            "Share of one core.",
+        ),
         Panel("Open files", "short", (("{{instance}}", "process_open_fds{$s}"),)),
         Panel(
             "Should stay 0",

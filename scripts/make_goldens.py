@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Write tiny Qwen3-MoE checkpoints and what Hugging Face transformers computes with them.
+"""Write tiny Qwen3-MoE checkpoints and the results of Hugging Face transformers for them.
 
 Runs in an environment of its own (torch for CPU, transformers 5.24, safetensors):
 
     python scripts/make_goldens.py tests/goldens
 
-Every case becomes a folder with a checkpoint as ``save_pretrained`` writes it, in
+Each case is a folder. It has a checkpoint as ``save_pretrained`` writes it, in
 float32 and with the published tensor names, and ``golden.npz``:
 
     prompt_T          prompt token ids
     logits_TV         logits at every prompt position
     tokens_N          the N tokens that greedy decoding appends
-    decode_logits_NV  the logits that each of them was taken from
+    decode_logits_NV  the logits from which each of them was chosen
 
-The seed of a case is the first one under which neither a greedy token nor the
-choice of experts hangs on rounding, so that token identity is a fair test, and
-the decoded tokens are not all alike.
+A case uses the first seed for which rounding decides neither a greedy token nor a
+choice of experts, so that token identity is a fair test. The decoded tokens also
+have to differ enough from each other.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from transformers.utils.logging import disable_progress_bar
 PROMPT_LENGTH = 40
 DECODE_STEPS = 32
 LOGIT_MARGIN = 1e-3
-"""Least difference between the two highest logits of a decode step."""
+"""Minimum difference between the two highest logits of a decode step."""
 ROUTER_MARGIN = 1e-4
-"""Least difference between the last chosen expert's probability and the next one's."""
+"""Minimum difference between the probabilities of the last chosen expert and the next one."""
 DIFFERENT_TOKENS = 8
-"""Fewest different tokens in the decoded ones: a model that repeats itself tests little."""
+"""Minimum number of different decoded tokens. A model that repeats itself tests little."""
 SHARD_SIZE = {"no_norm_topk": "100KB"}
-"""Cases that are written in several files with an index."""
+"""Case -> maximum size of a checkpoint file. These cases are written as several files with an index."""
 TRANSFORMERS_4 = {"v4_config"}
 """Cases whose config.json has the keys of transformers 4."""
 
@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mlp_only": {"mlp_only_layers": [1]},
     "tied": {"tie_word_embeddings": True},
     "attention_bias": {"attention_bias": True},
-    # Trained lengths below the prompt's, so that the scaling shows.
+    # The trained length is shorter than the prompt, so that scaling has an effect.
     "yarn": scaled_rope("yarn", factor=8.0, original_max_position_embeddings=32),
     "linear_rope": scaled_rope("linear", factor=4.0),
     "llama3_rope": scaled_rope(
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def write_case(folder: Path, config: Qwen3MoeConfig, seed: int) -> bool:
-    """Write one case; False where its decoded tokens make no fair test."""
+    """Write one case. Return False if its decoded tokens are no fair test."""
     shutil.rmtree(folder, ignore_errors=True)
     generator = torch.Generator().manual_seed(seed)
     model = Qwen3MoeForCausalLM(config)
@@ -107,7 +107,7 @@ def write_case(folder: Path, config: Qwen3MoeConfig, seed: int) -> bool:
         path.write_text(json.dumps(in_transformers_4_form(json.loads(path.read_text())), indent=2) + "\n")
     check_expert_names(folder, config)
 
-    # What counts is the checkpoint as written, so it is read back.
+    # Compute with the checkpoint as written, so read it back.
     model = Qwen3MoeForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -121,7 +121,7 @@ def write_case(folder: Path, config: Qwen3MoeConfig, seed: int) -> bool:
 
 @torch.no_grad()
 def fill(model: Qwen3MoeForCausalLM, generator: torch.Generator) -> None:
-    """Random weights under which attention, experts, norms and biases all weigh against the residual stream."""
+    """Set random weights whose scale lets attention, experts, norms and biases all affect the residual stream."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
@@ -134,7 +134,7 @@ def fill(model: Qwen3MoeForCausalLM, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def greedy(model: Qwen3MoeForCausalLM, prompt_T: torch.Tensor) -> dict[str, np.ndarray] | None:
-    """The arrays of ``golden.npz``, by a forward pass over all tokens per step; None where they make no fair test."""
+    """Return the arrays of ``golden.npz``, by a forward pass over all tokens per step; None without a fair test."""
     tokens = prompt_T
     for _ in range(DECODE_STEPS):
         tokens = torch.cat([tokens, model(tokens[None]).logits[0, -1].argmax()[None]])
@@ -158,13 +158,13 @@ def greedy(model: Qwen3MoeForCausalLM, prompt_T: torch.Tensor) -> dict[str, np.n
 
 
 def margin(values: torch.Tensor, chosen: int) -> float:
-    """Least difference, over the rows, between the last of the ``chosen`` highest values and the next one."""
+    """Return the minimum, over the rows, of the difference between the ``chosen``-th highest value and the next one."""
     top = values.topk(chosen + 1).values
     return (top[:, chosen - 1] - top[:, chosen]).min().item()
 
 
 def in_transformers_4_form(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the published checkpoints, with the older ``type`` for the kind of rope scaling."""
+    """Return a config with the keys of transformers 4, and the older ``type`` for the kind of rope scaling."""
     config = dict(config)
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -176,7 +176,10 @@ def in_transformers_4_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_expert_names(folder: Path, config: Qwen3MoeConfig) -> None:
-    """One tensor per expert and projection, as published, whatever transformers stacks in memory."""
+    """Check that the files have one tensor per expert and projection, as published. Raises SystemExit if not.
+
+    In memory, transformers may stack the experts.
+    """
     found: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as file:
@@ -189,7 +192,7 @@ def check_expert_names(folder: Path, config: Qwen3MoeConfig) -> None:
         for projection in ("gate", "up", "down")
     }
     if {name for name in found if ".experts." in name} != wanted:
-        raise SystemExit(f"{folder}: this version of transformers names the expert tensors otherwise")
+        raise SystemExit(f"{folder}: expert tensors must have the published names. Use another version of transformers")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generates gimbal_jax/protos/*_pb2* from the .proto files there (needs the dev extra)."""
+"""Generate gimbal_jax/protos/*_pb2* from the .proto files there. Needs the dev extra."""
 
 import os
 import sys

@@ -1,6 +1,7 @@
-"""Plan meshes in Python, choose one by a rule of your own, and write the file that `gimbal serve --config` takes.
+"""Plan meshes in Python, choose one by your own rule, and write the file for `gimbal serve --config`.
 
-Edit ``choose``: it sees every mesh of every offer that fits the model, with all figures of ``planning.plan.MeshPlan``.
+Edit ``choose`` to change the rule. It gets every mesh of every offer that fits the model, with all values of
+``gimbal_jax.planning.plan.MeshPlan``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import typer
 
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.serve.toml_file import to_toml
-from gimbal_jax.cli.terminal import console, errors_said
+from gimbal_jax.cli.terminal import console, report_errors
 from gimbal_jax.config import GPU_ENGINE
 from gimbal_jax.planning.hardware import parse_gpus, parse_link
 from gimbal_jax.planning.models import find_model
@@ -32,10 +33,11 @@ class Candidate:
 
 
 def choose(candidates: list[Candidate], rate: float) -> Candidate:
-    """Take the fewest GPUs that reach the rate, and of their meshes the one whose caches hold most requests.
+    """Choose the fewest GPUs that reach the rate, then the mesh whose KV caches hold the most requests.
 
-    Other rules: ``max(candidates, key=lambda c: c.plan.concurrent)`` takes most requests in caches, and
-    ``min(candidates, key=lambda c: c.plan.decode_seconds)`` takes the shortest time per token.
+    Other rules: ``max(candidates, key=lambda c: c.plan.concurrent)`` chooses the most requests in caches, and
+    ``min(candidates, key=lambda c: c.plan.decode_seconds)`` chooses the shortest time per token. Raises ValueError if
+    no mesh reaches the rate.
     """
     enough = [c for c in candidates if c.plan.requests_per_second >= rate]
     if not enough:
@@ -45,7 +47,7 @@ def choose(candidates: list[Candidate], rate: float) -> Candidate:
 
 
 def candidates_of(model: str, offers: list[str], link: str | None) -> list[Candidate]:
-    """Return every mesh that fits. ValueError for an unknown model, GPU or link, or if none fits."""
+    """Return every mesh that fits. Raises ValueError for an unknown model, GPU or link, or if none fits."""
     found = []
     for gpus in offers:
         gpu, count, nodes = parse_gpus(gpus)
@@ -59,13 +61,13 @@ def candidates_of(model: str, offers: list[str], link: str | None) -> list[Candi
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, or a published model by name or hub id.")],
-    gpus: Annotated[list[str], typer.Option(help="An offer, as 4xH100; give it once for each.")] = list(OFFERS),  # noqa: B006 never changed
-    link: Annotated[str | None, typer.Option(help="Network of offers of several nodes, as ib400.")] = None,
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, or name or hub id of a published model.")],
+    gpus: Annotated[list[str], typer.Option(help="An offer, for example 4xH100. Repeatable.")] = list(OFFERS),  # noqa: B006 never changed
+    link: Annotated[str | None, typer.Option(help="Network of offers with several nodes, for example ib400.")] = None,
     rate: Annotated[float, typer.Option(help="Requests per second that the mesh must reach.")] = 20.0,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("out/serve.toml"),
 ) -> None:
-    with errors_said():
+    with report_errors():
         chosen = choose(candidates_of(model, gpus, link), rate)
         settings: dict[str, Any] = serve_settings(chosen.request, chosen.plan.mesh)
         fields = {key.replace("-", "_"): value for key, value in settings.items()}

@@ -1,11 +1,11 @@
-"""Prints the rooms of the source tree and the arrows between them, from the code's own imports.
+"""Print the rooms of the source tree and the arrows between them, from the imports in the code.
 
-    python -m scripts.rooms             # every room, the rooms that it imports, and how many names
+    python -m scripts.rooms             # every room, the rooms that it imports, and the number of names
     python -m scripts.rooms --sizes     # files, lines, functions and comments
     python -m scripts.rooms --sizes --root ../other-checkout
 
-A room is a package or a module at the root of ``gimbal_jax``, a package in ``gimbal_jax/serving``, or another folder of
-Python at the top. Exits with 1 if rooms import each other in a circle.
+A room is a package or a module at the root of ``gimbal_jax``, a package in ``gimbal_jax/serving``, or another top-level
+folder of Python. Exit code 1 if rooms import each other in a cycle.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ type Arrows = dict[str, Counter[str]]
 
 
 def sources(folder: Path) -> list[Path]:
-    """Hand-written Python files under a folder."""
+    """Return the hand-written Python files under a folder, sorted."""
     return sorted(path for path in folder.rglob("*.py") if "_pb2" not in path.name)
 
 
 def module_of(path: Path, root: Path = ROOT) -> str:
-    """The dotted name of a file; a package's is that of its ``__init__``."""
+    """Return the dotted module name of a file; for ``__init__`` that of its package."""
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:
-    """Dotted names that a module imports, anywhere in it; ``from a import b`` gives a.b."""
+    """Yield the dotted names that a module imports, also inside functions; ``from a import b`` yields a.b."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -49,7 +49,7 @@ def imported_names(source: str, module: str) -> Iterator[str]:
 
 
 def room_of(module: str, root: Path = ROOT) -> str:
-    """The room of a dotted name: ``serving.engine`` for gimbal_jax.serving.engine.rows; empty if it has none."""
+    """Return the room of a dotted name, for example ``serving.engine``; empty if it belongs to no room."""
     top, *parts = module.split(".")
     if top != "gimbal_jax":
         return top if top in OUTSIDE else ""
@@ -59,7 +59,7 @@ def room_of(module: str, root: Path = ROOT) -> str:
 
 
 def arrows(root: Path = ROOT) -> Arrows:
-    """Room -> rooms that it imports, with the number of different names."""
+    """Return, for each room, the rooms that it imports and the number of different names."""
     found: dict[str, set[str]] = {}
     for folder in ("gimbal_jax", *OUTSIDE):
         for path in sources(root / folder):
@@ -71,7 +71,7 @@ def arrows(root: Path = ROOT) -> Arrows:
 
 
 def floors(graph: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """Rooms by floor: a room stands one floor above the highest room that it imports. Raises CycleError."""
+    """Return the rooms by floor: a room is one floor above the highest room that it imports. Raises CycleError."""
     height: dict[str, int] = {}
     for room in TopologicalSorter(graph).static_order():
         height[room] = 1 + max((height[other] for other in graph.get(room, ())), default=-1)
@@ -79,7 +79,7 @@ def floors(graph: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
 
 
 def drawing(graph: Arrows) -> str:
-    """The rooms floor by floor, each with its arrows."""
+    """Return the rooms floor by floor as text, each with its arrows."""
     lines = []
     for floor, rooms in enumerate(floors(graph)):
         lines.append(f"floor {floor}")
@@ -90,7 +90,7 @@ def drawing(graph: Arrows) -> str:
 
 
 def sizes(root: Path) -> str:
-    """Files and lines by folder, then what the package's functions, files and comments are like."""
+    """Return files and lines by folder as text, then sizes of the package's functions, files and comments."""
     lines = ["folder        files   lines"]
     for folder in ("gimbal_jax", *OUTSIDE, "tests"):
         paths = sources(root / folder)
@@ -137,7 +137,7 @@ def _comments(path: Path) -> int:
 
 
 def _code_lines(path: Path) -> int:
-    """Lines that are neither blank, comment nor docstring."""
+    """Return the number of lines that are neither blank, comment nor docstring."""
     tree = ast.parse(path.read_text())
     strings = {
         line
@@ -152,7 +152,7 @@ def _code_lines(path: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the rooms of the source tree and the arrows between them.")
     parser.add_argument("--sizes", action="store_true", help="print files, lines, functions and comments instead")
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read (this one by default)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read; default: this one")
     options = parser.parse_args()
     if options.sizes:
         print(sizes(options.root))
@@ -160,7 +160,7 @@ def main() -> None:
     try:
         print(drawing(arrows(options.root)))
     except CycleError as error:
-        sys.exit(f"rooms import each other in a circle: {' -> '.join(error.args[1])}")
+        sys.exit(f"rooms import each other in a cycle: {' -> '.join(error.args[1])}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Pictures of the live view under load: docs/pictures/dashboard.png, dashboard_dark.png and top.png.
+"""Draw the live view under load: docs/pictures/dashboard.png, dashboard_dark.png and top.png.
 
     python -m scripts.screenshots [--seconds 90]
 
-Serves the demo model on four virtual CPU devices, keeps clients busy for ``--seconds``, and lets Chromium draw
+The script serves the demo model on four virtual CPU devices and puts load on it for ``--seconds``. Then Chromium draws
 ``/dashboard`` (light and dark) and a frame of ``gimbal top``.
 """
 
@@ -34,7 +34,7 @@ MODEL = OUT / "demo-model"
 SERVER = ("--devices", "cpu:4", "--dp", "2", "--tp", "2", "--window-steps", "60", "--log-format", "off")
 CLIENTS = 24
 REQUESTS_OF_A_TOPIC = 40
-"""Topics persist, so that there is something to place experts by."""
+"""Consecutive requests with one topic, so that traffic has a pattern to place experts by."""
 CHROMIUM = (
     *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -44,8 +44,8 @@ SIZE, DARK = "--window-size=1280,1180", "--blink-settings=preferredColorScheme=0
 TOP_COLUMNS, TOP_LINES = 120, 40
 
 
-def main(seconds: Annotated[float, typer.Option(min=5, help="How long the load lasts before.")] = 90) -> None:
-    """Draw the dashboard and the terminal's view under load."""
+def main(seconds: Annotated[float, typer.Option(min=5, help="Seconds of load before the pictures.")] = 90) -> None:
+    """Draw the dashboard and ``gimbal top`` under load."""
     if not (MODEL / "config.json").exists():
         write_demo_model(MODEL)
     asyncio.run(take_pictures(seconds))
@@ -68,7 +68,7 @@ async def take_pictures(seconds: float) -> None:
 
 
 def random_requests() -> Iterator[tuple[tuple[int, ...], int]]:
-    """Prompts and their output lengths, without end."""
+    """Yield prompts and their output lengths without end."""
     tokenizer, rng = load_tokenizer(MODEL), np.random.default_rng(0)
     assert tokenizer is not None, "the demo model has one"
     for number in itertools.count():
@@ -102,7 +102,7 @@ def draw_top(url: str, path: Path) -> None:
         svg = console.export_svg(title="gimbal top")
         (Path(folder) / "top.svg").write_text(svg)
         size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-        assert size is not None, "an SVG says how large it is"
+        assert size is not None, "an SVG has a viewBox"
         draw((Path(folder) / "top.svg").as_uri(), path, f"--window-size={float(size[1]):.0f},{float(size[2]):.0f}")
 
 

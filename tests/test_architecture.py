@@ -1,54 +1,57 @@
-"""ARCHITECTURE.md is true: its modules, its axes and the tests that it names are those of the code."""
+"""ARCHITECTURE.md and tests/README.md are true: rooms and their modules, axes, and the tests that they name."""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import gimbal_jax
+from tests.test_imports import ALLOWED
 
 ROOT = Path(gimbal_jax.__file__).parents[1]
+PACKAGE = ROOT / "gimbal_jax"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-MODULES = {
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "gimbal_jax").rglob("*.py")
-    # Not generated code, and not the faces of packages.
-    if "protos" not in path.parts and (path.name != "__init__.py" or path.parent == ROOT / "gimbal_jax")
-}
+PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent.name != "protos")
 
 
 def first_cells(heading: str) -> list[str]:
-    """Names in backquotes in the first column of the table under this heading."""
+    """Return the names in backquotes in the first column of the table below a heading."""
     table = TEXT.partition(heading)[2].partition("\n|")[2].partition("\n\n")[0]
     return [name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
 
 
 def axes_of(source: str) -> set[str]:
-    """Axis letters at the end of the names of a module: counts_LSE has L, S and E."""
-    names = {
-        name
-        for node in ast.walk(ast.parse(source))
-        for attribute in ("id", "arg", "attr", "name")
-        if isinstance(name := getattr(node, attribute, None), str) and not name.startswith("do_")  # http.server's
-    }
-    suffixes = [match[1] for name in names if (match := re.fullmatch(r"[a-z0-9_]+_((?:\d?[A-Z]|\d?[a-z]|\d)+)", name))]
-    return {axis for s in suffixes if re.search("[A-Z]", s) for axis in re.findall(r"\d?[A-Za-z]|\d", s)}
+    """Return the axis letters at the end of the names of a module: counts_LSE has L, S and E."""
+    names = re.findall(r"\b[a-z0-9_]+_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)\b", source)
+    return {letter for name in names for letter in name if len(name) <= 6}
 
 
-def test_every_module_is_named_once():
-    named = [name for name in first_cells("## Packages") if name.endswith(".py")]
-    assert sorted(named) == sorted(MODULES)
+def test_every_room_is_named_once():
+    assert sorted(first_cells("## Rooms")) == sorted(room.replace(".", "/") for room in ALLOWED)
 
 
-def test_every_axis_is_in_the_legend():
-    assert axes_of("def f(counts_LSE, max_k): routing_N2k, total_L1 = top_k, GREEN") == {*"LSEN1", "2k"}
-    used = set().union(*(axes_of((ROOT / module).read_text()) for module in MODULES))
-    # n stands alone (order_n): not seen as a suffix, since names like max_n end so too.
-    assert used | {"n"} == set(first_cells("**Axes**"))
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_every_module_is_named_in_the_docstring_of_its_room(folder: Path):
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    missing = {name for name in modules if not re.search(rf"\b{name}\b", doc)}
+    assert doc and not missing, f"{folder.relative_to(ROOT)}/__init__.py does not name {sorted(missing)}"
 
 
-def test_every_test_that_it_names_exists():
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
-    assert len(named) > 10
+def test_common_axes_are_in_the_legend():
+    legend = first_cells("**Axes**")
+    assert legend == list("LSERPTDV")
+    assert axes_of("counts_LSE = f(x_TD)") == set("LSETD")
+    used = set().union(*(axes_of(path.read_text()) for path in PACKAGE.rglob("*.py")))
+    assert set(legend) <= used
+
+
+def test_named_tests_exist():
+    text = TEXT + (ROOT / "tests" / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
     for path, name in named:
+        assert (ROOT / path).exists(), path
         functions = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")}
-        assert name in functions, f"{path} has no {name}"
+        assert not name or name in functions, f"{path} has no {name}"

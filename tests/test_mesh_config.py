@@ -20,7 +20,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"TERM": "dumb"})
 
 
-def test_the_file_is_one_that_the_server_takes(tmp_path: Path):
+def test_the_server_accepts_the_written_file(tmp_path: Path):
     path = tmp_path / "new" / "serve.toml"
     result = run(MODEL, "--gpus", "2xH100", "--gpus", "4xH100", "--rate", 65, "--out", path)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""deploy/grafana and deploy/prometheus are true: what they ask for, a real server shows."""
+"""deploy/grafana and deploy/prometheus query only metrics that a real server has."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def check(*command: str, cwd: Path = PROMETHEUS) -> str:
 
 
 def shown() -> dict[str, set[str]]:
-    """Label values of each metric that a busy server shows, its families without samples too."""
+    """Return the label values of each metric of a busy server, including families without samples."""
     server, found = busy_scrapes()
     metrics: dict[str, set[str]] = {name: set() for name in re.findall(r"# TYPE (\S+)", server.texts[-1])}
     for name, *labels in found:
@@ -38,17 +38,17 @@ def shown() -> dict[str, set[str]]:
     return metrics
 
 
-def test_the_dashboard_is_what_its_script_writes():
+def test_dashboard_file_is_up_to_date():
     assert make_dashboard.dashboard() == DASHBOARD
 
 
 @pytest.mark.parametrize("text", [*EXPRESSIONS, *QUERIES, RULES], ids=lambda text: text[:60])
-def test_every_metric_that_is_asked_for_exists(text: str):
+def test_every_queried_metric_exists(text: str):
     names = set(re.findall(NAME, text))
     assert names and names <= shown().keys() | RECORDED
 
 
-def test_every_fixed_label_value_exists():
+def test_every_queried_label_value_exists():
     pairs = {
         (name, value)
         for text in [*EXPRESSIONS, RULES]
@@ -60,14 +60,14 @@ def test_every_fixed_label_value_exists():
     assert {(name, value) for name, value in pairs if value not in metrics[name]} == set()
 
 
-def test_series_of_every_engine_metric_are_on_the_dashboard_or_in_an_aggregate():
+def test_every_engine_metric_has_an_aggregate():
     metrics = shown()
     alone = {name for name in metrics if name.startswith("gimbal_engine_")}
     missing = {name for name in alone if name.replace("gimbal_engine_", "gimbal_") not in metrics}
     assert missing == {"gimbal_engine_dispatch_score"}  # summands of one decision add up to nothing
 
 
-def test_panels_have_their_own_places():
+def test_panels_do_not_overlap():
     assert [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"] == [
         "Requests", "Latency", "Engines", "Dispatch", "Placement", "Process",
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_panels_have_their_own_places():
 
 
 @promtool
-def test_the_dashboards_expressions_parse(tmp_path: Path):
+def test_dashboard_expressions_parse(tmp_path: Path):
     variables = {"$__rate_interval": "5m", "$__range": "1h"}
     rules = []
     for number, expression in enumerate(EXPRESSIONS):
@@ -95,7 +95,7 @@ def test_the_dashboards_expressions_parse(tmp_path: Path):
 
 
 @promtool
-def test_rules_are_sound_and_fire_when_they_should():
+def test_rules_are_valid_and_fire_as_specified():
     assert "SUCCESS" in check("check", "rules", "rules.yml")
     assert "SUCCESS" in check("check", "config", "prometheus.yml")
     assert "SUCCESS" in check("test", "rules", "rules_test.yml")

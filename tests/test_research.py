@@ -16,7 +16,7 @@ POLICIES, MAKE_COUNTS, ON_COUNTS, SERVE = re.findall(r"^```python\n(.*?)^```$", 
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a program beside my_policies.py, in a process of its own, and returns what it printed."""
+    """Return a function that runs a program next to my_policies.py in its own process and returns the output."""
     (tmp_path / "my_policies.py").write_text(POLICIES)
 
     def run_there(program: str) -> str:
@@ -27,12 +27,12 @@ def run(tmp_path):
     return run_there
 
 
-def test_on_counted_traffic(run):
+def test_the_example_of_counted_traffic_prints_the_shown_output(run):
     run(MAKE_COUNTS)
     assert run(ON_COUNTS) == PRINTED
 
 
-def test_in_the_server(run, tmp_path):
+def test_the_example_server_dispatches_and_places(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "demo-model").symlink_to(ROOT / "tests" / "goldens" / "base")
     dispatched, *placed = run(SERVE).splitlines()

@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks/device/check.py``: what is checked on one GPU, and how."""
+"""``check``, the check of one GPU, and its parts."""

@@ -1,38 +1,45 @@
-"""Is this GPU computing and performing as it should? One command for one NVIDIA GPU (Hopper or newer), under 8 minutes.
+"""Check the results and the speed of one NVIDIA GPU (Hopper or newer), in less than 8 minutes.
 
-    python benchmarks/device/check.py --out device_check.json
+    python -m benchmarks.device.check --out device_check.json
 
-It checks the kernels against float64 references on fresh random inputs, times them against plain XLA and against
-ceilings measured in the same run, then times the server's own step on Qwen3-30B-A3B with random weights (61 GB, made on
-the GPU; fewer layers, and the result says so, where they do not fit), and transformers on the same GPU if it is
-installed. Every part has a process of its own; one that fails, hangs or finds no time left is recorded, and the others
-run. Exit code 0: all that ran is right; 1: something is wrong; 2: no such GPU here.
+1. Compares the kernels with float64 references on fresh random inputs.
+2. Times the kernels against plain XLA, and against ceilings measured in the same run.
+3. Times the server's step on Qwen3-30B-A3B with random weights. They are 61 GB, made on the GPU. If they do not fit,
+   fewer layers run and the result records how many.
+4. Times transformers on the same GPU, if it is installed.
 
-``--dry-run`` needs no GPU: the same parts at tiny sizes on the CPU, by interpreted kernels or plain XLA; its times mean
-nothing. Where XLA's CUDA compiler is installed (``scripts/bootstrap --cuda``) it also compiles everything for an H100
-at the real sizes.
+Every part runs in a process of its own. A part that fails, hangs or has no time left is recorded, and the others still
+run. Exit code 0: all results are right; 1: something is wrong; 2: there is no such GPU.
+
+``--dry-run`` needs no GPU. It runs the same parts at tiny sizes on the CPU, by plain XLA or interpreted kernels, and
+its times mean nothing. If XLA's CUDA compiler is installed (``scripts/bootstrap --cuda``), it also compiles all
+programs for an H100 at the real sizes.
 
 The JSON::
 
     {"dry_run": false, "seed": 7, "backend": "mosaic", "budget_s": 450, "wall_s": 391.2, "ok": true,
      "parts": [{"name": "machine", "status": "ok", "reason": "", "wall_s": 6.1, "results": {NAME: {...}}}, ...]}
 
-    status    ok; failed: results named in ``reason`` have ``ok`` false; error: it raised ``reason``; timeout: stopped
-              at its limit; skipped: not begun, ``reason`` says why (no time left, something is not installed).
-              All but the last keep the results that they got to.
+    status    ok        all results are right
+              failed    the results named in ``reason`` have ``ok`` false
+              error     the part raised ``reason``
+              timeout   the part was stopped at its limit
+              skipped   the part did not start; ``reason`` is the cause (no time left, something is not installed)
+              All except "skipped" keep the results that the part produced.
     results   machine          versions; the device and its memory; the driver, clocks and power limit by nvidia-smi
-              *_numerics       per case: ``ok``, and the errors. The tolerances: ``device_checks/numerics.py``
+              *_numerics       per case: ``ok``, and the errors. Tolerances: ``benchmarks/device/numerics.py``
               ceilings         ``matmul`` (bf16, tflops), ``triad`` (float32, tb_per_s: two reads and a write)
               route_speed      per T: ``fused``, ``xla``, ``without_counting``; ratios, targets and whether met
               ffn_speed        per N: ``tflops``, and ``tb_per_s`` of the weights that N tokens touch on average
               attention_speed  per case: ``tb_per_s`` of the keys and values (decode) or ``tflops`` (prefill)
-              model_speed      per step: ``step`` and ``back_to_back``; for decode against the time to read the weights
-                               it touched (``weight_floor_us``), and those and the keys and values
+              model_speed      per step: ``step`` and ``back_to_back``; for decode also the time to read the weights
+                               that the step touches (``weight_floor_us``), and with the keys and values
+                               (``floor_with_kv_us``)
               transformers     per decode step: ``step``, and ``over_ours``, its time over that of ``model_speed``
 
-    A timing is {"median_us", "min_us", "max_us", "n"}; ``*_share`` is of the ceiling measured in this run, null where
-    that failed. Kernels are timed inside one program that repeats them (``device_checks/timing.py``), the step as the
-    server runs it: from host arrays to tokens on the host.
+    A timing is {"median_us", "min_us", "max_us", "n"}. ``*_share`` is relative to the ceiling measured in this run,
+    and null if that part failed. Kernels are timed inside one program that repeats them
+    (``benchmarks/device/timing.py``). The step is timed as the server runs it: from host arrays to tokens on the host.
 """
 
 from __future__ import annotations
@@ -83,18 +90,18 @@ SHOWN = {
     "model_speed": ("layers", "wall_s", "step", "back_to_back", "back_to_back_over_weight_floor"),
     "transformers": ("transformers", "step", "over_ours"),
 }
-"""What the table shows of a part; of the others, how many results are right."""
+"""Part -> keys of its results that the table shows. For other parts it shows the number of right results."""
 COMPILED = Part("compiled_for_h100", compiled_for_h100, limit_s=900)
 
 
 def report(records: Sequence[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-    """The JSON."""
+    """Return the JSON report."""
     ok = all(record["status"] in ("ok", "skipped") for record in records)
     return {**facts, "ok": ok, "wall_s": round(sum(record["wall_s"] for record in records), 3), "parts": list(records)}
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:
-    """The main numbers of each part."""
+    """Return a table of the main numbers of each part."""
     shown = Table("part", "status", "results", title="device check")
     for record in records:
         results = record["results"]
@@ -110,15 +117,19 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("device_check.json"),
-    seed: Annotated[int | None, typer.Option(min=0, help="Of all random numbers; drawn and printed if absent.")] = None,
-    budget_s: Annotated[float, typer.Option(min=1, help="Parts that no longer fit are skipped.")] = 450.0,
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("device_check.json"),
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of all random numbers; default: random, and printed.")
+    ] = None,
+    budget_s: Annotated[
+        float, typer.Option(min=1, help="Seconds for all parts. Parts that no longer fit are skipped.")
+    ] = 450.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny sizes on the CPU; compile for an H100.")] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Dry run: interpret the kernels on the CPU.")] = False,
 ) -> None:
     """Check one GPU."""
     seed = secrets.randbelow(2**31) if seed is None else seed
-    # Read when jax first looks for devices. A step of the whole model needs nearly all memory, and jax takes 75 %.
+    # jax reads this when it first looks for devices. The whole model needs more memory than jax's default of 75 %.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     if dry_run:
         jax.config.update("jax_platforms", "cpu")
@@ -141,7 +152,7 @@ def main(
 
 
 def backend_found(setting: Setting) -> str:
-    """What ``backend_of`` says of jax's first device, and its name; asked in a process of its own."""
+    """Return "mosaic", or the name of jax's first device if its backend is another one. Runs in a child process."""
     device = dict(in_a_child(MACHINE, setting, MACHINE.limit_s))["device"]
     return device["backend"] if device["backend"] == "mosaic" else f"jax sees {device['name']}"
 

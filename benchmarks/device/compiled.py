@@ -1,4 +1,4 @@
-"""All programs of the check at their real sizes, compiled for an H100 that is not there."""
+"""Compile all programs of the check at their real sizes for an H100, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gimbal_jax.planning.hardware import Gpu, gpu_kinds
 from gimbal_jax.planning.target import compile_only_devices
 
 STEP_LAYERS = 2
-"""Of the model whose step is compiled: the others are the same."""
+"""Layers of the model whose step is compiled. All other layers are the same."""
 
 
 def compiled_for_h100(setting: Setting) -> Iterator[Result]:
-    """Seconds to compile each, and what it needs besides its arguments; ``ok`` is False where it does not compile."""
+    """Yield compile seconds and temporary bytes of each program; ``ok`` is False if it does not compile."""
     gpu = gpu_kinds()["H100"]
     try:
         device = compile_only_devices(gpu, 1)[0]
@@ -48,9 +48,9 @@ def compiled_for_h100(setting: Setting) -> Iterator[Result]:
 
 
 def programs(setting: Setting) -> Iterator[tuple[str, Any, Any]]:
-    """Name, function and arguments (or their shapes) of everything but the steps."""
+    """Yield name, function and arguments (or their shapes) of all programs except the steps."""
     sizes = setting.sizes
-    # The largest weights are left to the timed programs, which make none here.
+    # Check cases need real weights. The largest sizes are compiled only as timed programs, which need shapes alone.
     most = min(slots for _, slots in sizes.ffn_checks)
     sizes = replace(sizes, ffn_checks=tuple((n, slots) for n, slots in sizes.ffn_checks if slots == most))
     checks = replace(setting, sizes=sizes)
@@ -62,7 +62,7 @@ def programs(setting: Setting) -> Iterator[tuple[str, Any, Any]]:
     seen = set()
     for part, cases in checked.items():
         for case in cases:
-            # Cases that differ only in their numbers are one program.
+            # Cases that differ only in their values are one program.
             program = part, str(case.op.keywords), tuple(argument.shape for argument in case.arguments)
             if program not in seen:
                 seen.add(program)
@@ -95,7 +95,7 @@ def _step(model: ModelConfig, config: ServerConfig, gpu: Gpu, bucket: Bucket) ->
 
 
 def _guarded(compile_one: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What one gives, or why it does not compile: the others are tried all the same."""
+    """Return the result of one program, or the error if it does not compile, so that the others are still tried."""
     try:
         return compile_one()
     except Exception as error:

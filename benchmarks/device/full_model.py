@@ -1,4 +1,4 @@
-"""The server's own step: the kernels in it against plain XLA, and its time on a whole model."""
+"""Check the server's step against plain XLA, and time it on a whole model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ from gimbal_jax.model.step import COMPILER_OPTIONS
 
 CHECKED_LAYERS = 2
 SHARED_TOP_IDS = 0.8
-"""Least share of the likeliest tokens that both forms name. In bfloat16 the order of close ones may differ, and a token
-whose last two experts are close may choose another; a wrong step shares none."""
+"""Minimum share of the likeliest tokens that kernels and plain XLA have in common.
+
+In bfloat16 the order of close tokens may differ, and a token may choose another expert if two are close. A wrong step
+has none in common.
+"""
 
 
 def check_model(setting: Setting) -> Iterator[Result]:
-    """The first layers at full width: the same likeliest tokens by the kernels and by plain XLA, and exact counts."""
+    """Check the first layers at full width: likeliest tokens of kernels and plain XLA, and exact expert counts."""
     if setting.backend == "xla":
-        raise AbsentError("plain XLA is what the kernels' step is compared with")
+        raise AbsentError("the kernels are compared with plain XLA, and this backend has no kernels")
     sizes = setting.sizes
     engine = engine_of(sizes)
     config = first_layers(sizes.model, CHECKED_LAYERS)
@@ -47,7 +50,7 @@ def check_model(setting: Setting) -> Iterator[Result]:
         for backend in (setting.backend, "xla"):
             model = random_model(config, engine, setting.seed)
             outputs = model.run(model.lower(work, backend).compile(COMPILER_OPTIONS), work)
-            assert outputs.logprobs is not None, "they are wanted"
+            assert outputs.logprobs is not None, "log probabilities were requested"
             ids_CK[backend] = np.asarray(outputs.logprobs.top_ids)[0][_chooses_C(work)]
             counts_LE[backend] = model.counts_LE()
             finite = bool(np.isfinite(np.asarray(outputs.logprobs.top_values)[0][_chooses_C(work)]).all())
@@ -63,7 +66,7 @@ def check_model(setting: Setting) -> Iterator[Result]:
 
 
 def model_speed(setting: Setting) -> Iterator[Result]:
-    """Decode steps at several batch sizes, then a prefill step."""
+    """Time decode steps at several batch sizes, then a prefill step."""
     sizes = setting.sizes
     engine = engine_of(sizes)
     config = layers_that_fit(sizes.model, engine, (jax.devices()[0].memory_stats() or {}).get("bytes_limit"))
@@ -89,13 +92,13 @@ def work_of(sizes: Sizes, batches: tuple[int, ...], rng: np.random.Generator) ->
 
 
 def time_steps(model: RandomModel, program: Any, work: Work, setting: Setting) -> dict[str, Any]:
-    """Two times, and the floor of a decode step.
+    """Return two times of a step, and for a decode step its lower bound.
 
-    ``step``: as the server does it, from host arrays to tokens on the host. ``back_to_back``: ten steps that do not
-    wait for the host, which hides dispatch where that is the shorter one. ``weight_floor_us``: the time in which the
-    triad's bytes/s read the weights that the step touched.
+    ``step`` is timed as the server runs it, from host arrays to tokens on the host. ``back_to_back`` is the time per
+    step of ten steps that do not wait for the host. It hides dispatch if dispatch takes less time than the device.
+    ``weight_floor_us`` is the time to read the weights that the step touches, at the bytes/s of the triad.
     """
-    for _ in range(2):  # to warm up
+    for _ in range(2):  # warm up
         model.run(program, work)
     before_LE = model.counts_LE()
     model.run(program, work)
@@ -134,7 +137,7 @@ def time_steps(model: RandomModel, program: Any, work: Work, setting: Setting) -
 
 
 def touched_bytes(model: RandomModel, hit_L: np.ndarray) -> int:
-    """Weights that a step reads: all but the embedding, of which it reads a few rows, and the experts of no token."""
+    """Return the bytes of weights that a step reads: all except the embedding and the experts without tokens."""
     config, weights = model.config, model.weights
     whole = nbytes(weights) - (0 if config.tie_embeddings else nbytes(weights["embed"]))
     mlp: Mapping[str, Any] = weights["layers"][config.moe_layers[0]]["mlp"]
@@ -147,5 +150,5 @@ def kv_token_bytes(config: ModelConfig) -> int:
 
 
 def _chooses_C(work: Work) -> np.ndarray:
-    """Sequences that choose a token: what stands in other places means nothing."""
+    """Return a mask of the sequences that choose a token. Results of the others have no meaning."""
     return np.asarray(work.parts.row_SC[0] < work.shape.max_rows)

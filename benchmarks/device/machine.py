@@ -1,4 +1,4 @@
-"""What the numbers were taken on."""
+"""Versions, device and driver of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NVIDIA_SMI = {
 
 
 def machine(setting: Setting) -> Iterator[Result]:
-    """Versions, and the device that jax takes first."""
+    """Yield the versions, jax's first device, and the facts of nvidia-smi if it is installed."""
     yield "python", {"version": platform.python_version(), "machine": platform.machine()} | _versions()
     device = jax.devices()[0]
     yield (
@@ -55,7 +55,7 @@ def _versions() -> dict[str, str]:
 
 
 def _nvidia_smi() -> dict[str, Any]:
-    """Of the first GPU, idle; empty without the driver's tool."""
+    """Return driver, clocks, power limit and temperature of the first GPU; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI)}", "--format=csv,noheader,nounits"]

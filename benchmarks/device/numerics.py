@@ -1,8 +1,8 @@
-"""The kernels against their meaning in float64, on fresh random inputs.
+"""Compare the kernels with float64 references on fresh random inputs.
 
-Tolerances. Routing: integers exactly; float32 weights to 1e-5 of each. The others compute in bfloat16, which keeps 8
-bits, and sum in float32: the worst row of the result may be off by 2 % of its length (norm of the difference over norm
-of the reference), rows without work must be exactly 0, and NaN anywhere fails.
+Tolerances of routing: integers must be equal, and float32 weights have a relative error of at most 1e-5. The other
+kernels compute in bfloat16, which has 8 significant bits, and sum in float32. The worst row of their result may have an
+error of 2 % (norm of the difference over norm of the reference). Rows without work must be exactly 0. Any NaN fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROW_TOLERANCE = 2e-2
 
 @dataclass(frozen=True)
 class Case:
-    """A jitted operation on host arrays, and what it must give."""
+    """A jitted operation on host arrays, and its expected result."""
 
     name: str
     op: partial[Any]
@@ -37,7 +37,7 @@ class Case:
 
 
 def rng_for(setting: Setting, name: str) -> np.random.Generator:
-    """Random numbers of one part, whatever ran before it."""
+    """Return the random generator of one part, which does not depend on earlier parts."""
     return np.random.default_rng([setting.seed, zlib.crc32(name.encode())])
 
 
@@ -119,10 +119,10 @@ def attention_cases(setting: Setting) -> Iterator[Case]:
 def _attention_case(
     setting: Setting, rng: np.random.Generator, name: str, queries: int, groups: tuple[tuple[int, int], ...]
 ) -> Case:
-    """Every group has scattered pages of its own; whatever no token may see is NaN."""
+    """Return a case in which every group has scattered pages of its own. All values that no token may see are NaN."""
     model, page = setting.sizes.model, setting.sizes.page_size
     needed_G = [-(-(start + count) // page) if count else 0 for start, count in groups]
-    unused = iter(1 + rng.permutation(sum(needed_G)))  # page 0, which pads the tables, is nobody's
+    unused = iter(1 + rng.permutation(sum(needed_G)))  # page 0 pads the tables and belongs to no group
     shape = (1 + sum(needed_G), page, model.num_kv_heads, model.head_dim)
     k_pages, v_pages = (_bfloat16(rng, *shape) for _ in range(2))
     k_pages[0] = v_pages[0] = np.nan
@@ -158,7 +158,7 @@ def _attention_by_group(
 
 
 def judge_routing(got: Any, want: dict[str, np.ndarray]) -> dict[str, Any]:
-    """How many numbers of each field are wrong, and the error of the worst weight, relative to it."""
+    """Return the number of wrong values in each field, and the largest relative error of a weight."""
     wrong = {f"wrong_{name}": int((np.asarray(getattr(got, name)) != right).sum()) for name, right in want.items()}
     del wrong["wrong_weight_Tk"]
     right_Tk = want["weight_Tk"]
@@ -168,7 +168,7 @@ def judge_routing(got: Any, want: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def judge_rows(got: jax.Array, want: np.ndarray) -> dict[str, Any]:
-    """Error of the worst row, its length being 1; rows that must be 0 must be exactly so."""
+    """Return the largest relative error of a row, and the number of rows that should be exactly 0 and are not."""
     right = want.reshape(-1, want.shape[-1])
     rows = np.asarray(got).astype(np.float64).reshape(right.shape)
     length = np.linalg.norm(right, axis=1)
@@ -180,7 +180,7 @@ def judge_rows(got: jax.Array, want: np.ndarray) -> dict[str, Any]:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
+    """Return NaN and infinities as text, because JSON has neither."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -1,7 +1,7 @@
-"""Running the parts of the check one by one, so that what one of them does harms no other.
+"""Run the parts of the check one by one, isolated from each other.
 
-On a GPU every part has a process of its own: a kernel that hangs is killed with it, an illegal access poisons no
-other part's CUDA context, and all memory is free again when it ends.
+On a GPU every part has a process of its own. A kernel that hangs is killed with its process, an illegal access does not
+affect another part's CUDA context, and all memory is free again when the process ends.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from benchmarks.device.setting import Setting
 
 Result = tuple[str, dict[str, Any]]
-"""A name within its part, and numbers with their units in their names. ``ok`` is False where a check failed."""
+"""(name within its part, numbers with their units in their names). ``ok`` is False if a check failed."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part. ``run`` yields results as they come, so that an early end keeps what was found."""
+    """One part of the check. ``run`` yields results one by one, so that an early end keeps the earlier ones."""
 
     name: str
     run: Callable[[Setting], Iterator[Result]]
     limit_s: float
-    """It is stopped after this time, where it runs in a process of its own."""
+    """Seconds after which the part is stopped, if it runs in a process of its own."""
 
 
 Execute = Callable[[Part, Setting, float], Iterator[Result]]
-"""Runs a part within so many seconds; raises whatever ends it early, TimeoutError if that is the clock."""
+"""A function that runs a part for at most a number of seconds. It raises any error, or TimeoutError at the limit."""
 
 
 class AbsentError(RuntimeError):
-    """A part cannot run here, and nothing is wrong: what it needs is not installed."""
+    """A part cannot run here because something that it needs is not installed. This is not a failure."""
 
 
 def run_parts(
@@ -47,7 +47,10 @@ def run_parts(
     clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Run them in order and record each; later ones see the results of earlier ones. The form: ``device_check``."""
+    """Run the parts in order and return a record of each, in the form of ``benchmarks.device.check``.
+
+    Later parts see the results of earlier ones.
+    """
     began, records = clock(), []
     for number, part in enumerate(parts, start=1):
         left_s = budget_s - (clock() - began)
@@ -69,7 +72,7 @@ def _run_part(
 ) -> dict[str, Any]:
     began, results = clock(), {}
     status, reason = "ok", ""
-    # Less than a fifth of what it may take would end in a timeout that says nothing.
+    # Skip a part if less than a fifth of its limit is left: it would probably end in a timeout without results.
     if left_s < part.limit_s / 5:
         status, reason = "skipped", f"{left_s:.0f} s of the budget are left; it may take {part.limit_s:.0f} s"
     else:
@@ -92,7 +95,7 @@ def _run_part(
 
 
 def brief(result: dict[str, Any]) -> str:
-    """A result on one line: its numbers, rounded; timings by their median."""
+    """Return a result on one line: rounded numbers, and the medians of timings."""
     shown = []
     for key, value in result.items():
         if isinstance(value, dict) and "median_us" in value:
@@ -105,12 +108,12 @@ def brief(result: dict[str, Any]) -> str:
 
 
 def in_this_process(part: Part, setting: Setting, limit_s: float) -> Iterator[Result]:
-    """For the dry run: no process to start, no limit."""
+    """Run a part in this process without a limit, for the dry run."""
     yield from part.run(setting)
 
 
 def in_a_child(part: Part, setting: Setting, limit_s: float) -> Iterator[Result]:
-    """In a fresh process, killed at the limit."""
+    """Run a part in a new process, which is killed at the limit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(part, setting, theirs), daemon=True)
@@ -139,7 +142,7 @@ def in_a_child(part: Part, setting: Setting, limit_s: float) -> Iterator[Result]
 
 
 def quiet() -> None:
-    """tokamax warns at every shape that nobody tuned: not news here."""
+    """Silence tokamax, which warns about every shape without tuning."""
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 

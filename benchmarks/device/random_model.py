@@ -1,4 +1,4 @@
-"""A whole model with random weights on one device, and work for its steps."""
+"""A whole model with random weights on one device, and inputs for its steps."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import Backend
 from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams
-from gimbal_jax.serving.runtime.batch import blank, stack
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, pack_step
 
 SPARE_BYTES = 3 * 10**9
-"""Left for what a step needs besides weights and pages."""
+"""Bytes kept free for a step, in addition to weights and KV pages."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one engine."""
+    """Inputs of one step of one engine."""
 
     shape: StepShape
     packed_SX: np.ndarray
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def parts(self) -> PackedInputs:
-        """What is packed, to read or to change."""
+        """Views of the packed arrays, to read or to change."""
         return unpack(self.packed_SX, self.shape)
 
 
@@ -55,7 +55,7 @@ class RandomModel:
     slots_LE: jax.Array
 
     def lower(self, work: Work, backend: Backend) -> jax.stages.Lowered:
-        """The server's step for work of this shape."""
+        """Lower the server's step for work of this shape."""
         layout = StepLayout(_mesh(), self.engine.tile, self.engine.exchange, backend)
         run = jax.jit(partial(step, self.graph, layout, work.shape), donate_argnums=1)
         return run.lower(self.weights, self.state, self.slots_LE, work.packed_SX, work.rare)
@@ -65,12 +65,12 @@ class RandomModel:
         return outputs
 
     def counts_LE(self) -> np.ndarray:
-        """Tokens by MoE layer and expert since the start."""
+        """Return the tokens of each MoE layer and expert since the start."""
         return np.asarray(self.state.counts_STLE).sum(axis=(0, 1))
 
 
 def random_model(config: ModelConfig, engine: EngineConfig, seed: int) -> RandomModel:
-    """Made on the device; the host holds no copy."""
+    """Return a model whose weights are made on the device, without a copy on the host."""
     graph, abstract = abstract_model(config, jnp.bfloat16, _mesh())
     for_weights, for_pages = jax.random.split(fast_key(seed))
     return RandomModel(
@@ -84,7 +84,7 @@ def random_model(config: ModelConfig, engine: EngineConfig, seed: int) -> Random
 
 
 def engine_of(sizes: Sizes) -> EngineConfig:
-    """One engine with pages for the largest batch."""
+    """Return the configuration of one engine with pages for the largest batch."""
     longest = max(sizes.context, sizes.prefill_tokens)
     engine = EngineConfig(
         max_model_len=longest,
@@ -103,20 +103,23 @@ def first_layers(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def layers_that_fit(model: ModelConfig, engine: EngineConfig, memory_bytes: int | None) -> ModelConfig:
-    """The model, or its first layers if the memory, where it is known, does not hold all."""
+    """Return the model, or its first layers if not all fit into the memory. None means unknown memory: all layers.
+
+    Raises ValueError if not even one layer fits.
+    """
     for layers in range(model.num_layers, 0, -1):
         config = first_layers(model, layers)
         _, weights = abstract_model(config, jnp.bfloat16, _mesh())
         pages = abstract_state(config, engine, jnp.bfloat16, _mesh()).pages
         if memory_bytes is None or nbytes(weights) + nbytes(pages) + SPARE_BYTES <= memory_bytes:
             return config
-    raise ValueError(f"not one layer fits into {memory_bytes} bytes")
+    raise ValueError(f"device memory {memory_bytes} bytes: must hold at least one layer")
 
 
 def random_like(abstract: Any, key: jax.Array) -> Any:
-    """Arrays of these shapes, made where they belong: norms of one, counters of zero, the rest normal around 0.
+    """Return arrays of these shapes, made on their devices: vectors of ones, integer counters of zeros, normal weights.
 
-    Their deviation of 0.02 is that with which transformers initialises such models.
+    The standard deviation of the weights is 0.02, as in the initialisation by transformers.
     """
     make = jax.jit(lambda key, like: (0.02 * jax.random.normal(key, like.shape)).astype(like.dtype), static_argnums=1)
     leaves, tree = jax.tree.flatten(abstract)
@@ -132,7 +135,7 @@ def random_like(abstract: Any, key: jax.Array) -> Any:
 
 
 def decode_work(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random.Generator) -> Work:
-    """``batch`` rows whose last token is the last one of their context."""
+    """Return a decode step of ``batch`` rows, each of which computes the last token of its context."""
     pages = -(-sizes.context // engine.page_size)
     pages_of_row = rng.permutation(engine.num_pages)[: batch * pages].reshape(batch, pages).astype(np.int32)
     tokens = rng.integers(0, sizes.model.vocab_size, batch).astype(np.int32)
@@ -141,7 +144,7 @@ def decode_work(sizes: Sizes, engine: EngineConfig, batch: int, rng: np.random.G
 
 
 def prefill_work(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -> Work:
-    """One prompt, in one step, beside an empty decode row."""
+    """Return a prefill step of one prompt and an empty decode row."""
     tokens = rng.integers(0, sizes.model.vocab_size, sizes.prefill_tokens).astype(np.int32)
     tiles = -(-len(tokens) // engine.tile)
     pages = rng.permutation(engine.num_pages)[: -(-len(tokens) // engine.page_size)].astype(np.int32)
@@ -151,8 +154,8 @@ def prefill_work(sizes: Sizes, engine: EngineConfig, rng: np.random.Generator) -
 
 
 def _work(plan: Plan, shape: StepShape, sizes: Sizes, engine: EngineConfig) -> Work:
-    unasked = put_by_engine(blank(engine, sizes.model.vocab_size, engines=1), _mesh())
-    return Work(shape, *stack([plan], shape, unasked))
+    unasked = put_by_engine(default_rare_inputs(engine, sizes.model.vocab_size, engines=1), _mesh())
+    return Work(shape, *pack_step([plan], shape, unasked))
 
 
 def _mesh() -> jax.sharding.Mesh:

@@ -1,4 +1,4 @@
-"""What the kernels mean, in numpy and float64."""
+"""References of the kernels, in numpy and float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def route_reference(
     logits_TE: np.ndarray, valid_T: np.ndarray, slot_of_expert_E: np.ndarray, k: int, renormalise: bool, ranks: int
 ) -> dict[str, np.ndarray]:
-    """The fields of ``Routing``."""
+    """Return the fields of ``Routing`` by name."""
     tokens, experts = logits_TE.shape
     logits_TE = np.where(np.isnan(logits_TE), -np.inf, logits_TE.astype(np.float64))
     expert_Tk = np.argsort(-logits_TE, axis=1, kind="stable")[:, :k]  # ties keep the lower id first
@@ -36,19 +36,21 @@ def route_reference(
 def ffn_reference(
     x_ND: np.ndarray, slot_Nk: np.ndarray, weight_Nk: np.ndarray, gate_up_PDF: np.ndarray, down_PFD: np.ndarray
 ) -> np.ndarray:
-    """Weighted sum of the chosen slots' SwiGLU; slot -1 is none."""
+    """Return the weighted sum of the chosen slots' SwiGLU, [N, D]; slot -1 means no slot."""
     y_ND = np.zeros(x_ND.shape)
     for slot in range(len(gate_up_PDF)):
         token_n, choice_n = np.nonzero(slot_Nk == slot)
         gate_up = x_ND[token_n].astype(np.float64) @ gate_up_PDF[slot].astype(np.float64)
         gate, up = np.split(gate_up, 2, axis=1)
         y = (gate / (1 + np.exp(-gate)) * up) @ down_PFD[slot].astype(np.float64)
-        y_ND[token_n] += weight_Nk[token_n, choice_n, None] * y  # a token has a slot once: no index comes twice
+        y_ND[token_n] += (
+            weight_Nk[token_n, choice_n, None] * y
+        )  # a token has a slot at most once, so indices are unique
     return y_ND
 
 
 def attention_reference(q_QHD: np.ndarray, k_CKD: np.ndarray, v_CKD: np.ndarray, start: int) -> np.ndarray:
-    """Causal attention of one sequence's tokens from position ``start`` on."""
+    """Return the causal attention of one sequence's tokens from position ``start`` on, [Q, H, D]."""
     queries, heads, dim = q_QHD.shape
     kv_heads = k_CKD.shape[1]
     q = q_QHD.astype(np.float64).reshape(queries, kv_heads, heads // kv_heads, dim)
@@ -65,7 +67,7 @@ def attention_reference(q_QHD: np.ndarray, k_CKD: np.ndarray, v_CKD: np.ndarray,
 
 
 def places_of(slot_Nk: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each pair's place when pairs are sorted by slot, -1 where it has none, and the pairs of each slot."""
+    """Return the place of each pair in the order by slot (-1 without a slot), and the number of pairs of each slot."""
     flat_n = slot_Nk.reshape(-1)
     order_n = np.argsort(np.where(flat_n >= 0, flat_n, slots), kind="stable")
     place_n = np.empty(flat_n.size, np.int32)

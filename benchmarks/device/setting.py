@@ -1,4 +1,4 @@
-"""What the parts are told: seed, operations, sizes, and what earlier parts found."""
+"""Inputs of the parts: seed, operations, sizes, and results of earlier parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gimbal_jax.pallas_kernels import Backend, grouped_ffn, paged_attention, rou
 
 @dataclass(frozen=True)
 class Ops:
-    """The public operations under test; a test of the check puts wrong ones here."""
+    """The public operations to check. A test of the check replaces them with wrong ones."""
 
     route_and_count: Callable[..., Any] = route_and_count
     grouped_ffn: Callable[..., Any] = grouped_ffn
@@ -22,7 +22,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of everything that runs."""
+    """Sizes of all inputs."""
 
     model: ModelConfig
     page_size: int
@@ -31,29 +31,29 @@ class Sizes:
     route_checks: tuple[tuple[int, int, int, int], ...]
     """(tokens, experts, k, ranks)."""
     route_tokens: tuple[int, ...]
-    """Timed, with the model's experts."""
+    """Tokens of the timed cases, with the model's experts."""
     ffn_checks: tuple[tuple[int, int], ...]
     """(tokens, local slots)."""
     ffn_tokens: tuple[int, ...]
     decode_checks: tuple[tuple[int, ...], ...]
     """Context lengths of the rows of a batch; 0 is an empty row."""
     prefill_checks: tuple[tuple[tuple[int, int], ...], ...]
-    """(tokens before the tile, tokens in it) of its groups."""
+    """(tokens before the tile, tokens in the tile) of the groups of each case."""
     decode_rows: tuple[tuple[int, int], ...]
-    """(rows, context), timed."""
+    """(rows, context) of the timed cases."""
     prefill_rows: tuple[tuple[int, int], ...]
-    """(tiles of one sequence, tokens before the first), timed."""
+    """(tiles of one sequence, tokens before the first tile) of the timed cases."""
     matmul: int
-    """Rows and columns of the square bf16 product that is the ceiling of FLOP/s."""
+    """Rows and columns of the square bfloat16 matrix product that measures the ceiling of FLOP/s."""
     triad_bytes: int
-    """Of each of the three arrays of the triad that is the ceiling of bytes/s."""
+    """Bytes of each of the three arrays of the triad that measures the ceiling of bytes/s."""
     batches: tuple[int, ...]
     context: int
     prefill_tokens: int
     samples: int
-    """Of every timing."""
+    """Samples of every timing."""
     rounds: int
-    """Times that a timed program repeats its calls."""
+    """Number of times that a timed program repeats its calls."""
 
 
 QWEN = PRESETS["Qwen3-30B-A3B"]
@@ -107,15 +107,15 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a part may depend on."""
+    """All inputs of a part."""
 
     sizes: Sizes
     backend: Backend
     seed: int
     ops: Ops = Ops()
     found: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Results of the parts before this one, by part and name."""
+    """Results of earlier parts, by part and name."""
 
     def ceiling(self, name: str, unit: str) -> float | None:
-        """One that the part ``ceilings`` measured; None if it did not get that far."""
+        """Return a ceiling that the part ``ceilings`` measured; None if there is no such result."""
         return self.found.get("ceilings", {}).get(name, {}).get(unit)

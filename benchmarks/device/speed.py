@@ -1,4 +1,4 @@
-"""How fast the kernels are, against what the same GPU reached in the same run on plain work."""
+"""Measure the speed of the kernels, relative to ceilings of the same GPU in the same run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gimbal_jax.pallas_kernels.route_and_count import route_and_count_reference
 from gimbal_jax.pallas_kernels.route_and_count_mosaic import route_blocks
 
 SETS = 2
-"""Argument sets that a timed call takes in turn; together their weights or pages outgrow the L2 cache."""
+"""Number of argument sets, which timed calls use alternately. Together their arrays exceed the L2 cache."""
 FUSED_TARGET = 3.0
-"""The fused kernel is at least this much faster than plain XLA."""
+"""Minimum speed of the fused kernel relative to plain XLA."""
 COUNTING_TARGET = 1.01
-"""And takes at most this share of routing and mapping that counts nothing (paper, Figure 13)."""
+"""Maximum time of the fused kernel relative to routing and mapping without counting (paper, Figure 13)."""
 
 
 def ceilings(setting: Setting) -> Iterator[Result]:
-    """A large matrix product, and a triad over arrays that no cache holds."""
+    """Time a large matrix product, and a triad over arrays that are larger than the caches."""
     matmul, triad = ceiling_cases(setting)
     [measured] = _measure(setting, [matmul])
     yield "matmul", {"time": measured, "tflops": matmul.facts["flop"] / measured["median_us"] / 1e6}
@@ -52,7 +52,7 @@ def ceiling_cases(setting: Setting) -> tuple[Timed, Timed]:
 
 
 def route_speed(setting: Setting) -> Iterator[Result]:
-    """The kernel against plain XLA, and against itself without counting: routing and mapping alone."""
+    """Compare the kernel with plain XLA, and with itself without counting (routing and mapping alone)."""
     for name, cases in route_cases(setting):
         fused, plain, uncounted = _measure(setting, cases)
         times = {"fused": fused, "xla": plain, "without_counting": uncounted}
@@ -102,7 +102,7 @@ def route_and_map(
     renormalise: bool,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots and weights, and nothing else."""
+    """Return slots and weights only, [T, k] each."""
     how: dict[str, Any] = {"k": k, "renormalise": renormalise, "ranks": 1}
     if backend == "xla":
         routing = route_and_count_reference(logits_TE, valid_T, slot_of_expert_E, **how)
@@ -113,14 +113,14 @@ def route_and_map(
 
 
 def ffn_speed(setting: Setting) -> Iterator[Result]:
-    """FLOP/s of the experts, and bytes/s of the weights that the tokens touch."""
+    """Measure FLOP/s of the experts, and bytes/s of the weights that the tokens touch."""
     for case in ffn_cases(setting):
         [time] = _measure(setting, [case])
         yield case.name, {"time": time, **_rates(setting, time, case)}
 
 
 def ffn_cases(setting: Setting) -> Iterator[Timed]:
-    """One rank that holds all experts of a layer; every set of arguments routes anew."""
+    """Yield cases of one rank that has all experts of a layer. Every set of arguments has its own routing."""
     model = setting.sizes.model
     experts, k = model.num_experts, model.experts_per_token
     hidden, inner = model.hidden_size, model.moe_intermediate_size
@@ -152,7 +152,7 @@ def ffn_cases(setting: Setting) -> Iterator[Timed]:
 
 
 def attention_speed(setting: Setting) -> Iterator[Result]:
-    """Bytes/s of keys and values read when decoding, FLOP/s when prefilling."""
+    """Measure bytes/s of keys and values for decode, and FLOP/s for prefill."""
     for case in attention_cases(setting):
         [time] = _measure(setting, [case])
         yield case.name, {"time": time, **_rates(setting, time, case)}
@@ -162,7 +162,7 @@ def attention_cases(setting: Setting) -> Iterator[Timed]:
     sizes = setting.sizes
     model, page, tile = sizes.model, sizes.page_size, sizes.tile
     token_bytes = 2 * 2 * model.num_kv_heads * model.head_dim
-    pair_flop = 4 * model.num_heads * model.head_dim  # of one query and one key
+    pair_flop = 4 * model.num_heads * model.head_dim  # FLOP of one query and one key
 
     def op(q_GQHD: Any, table_GM: Any, start_G: Any, count_G: Any, k_pages: Any, v_pages: Any) -> jax.Array:
         groups = table_GM, start_G, count_G
@@ -183,7 +183,10 @@ def attention_cases(setting: Setting) -> Iterator[Timed]:
 def _attention_arguments(
     setting: Setting, groups: int, queries: int, starts: Sequence[int], pages: int, sequences: int, key: jax.Array
 ) -> Any:
-    """Groups of one sequence each, or all of one; each set of arguments has pages of its own, in random order."""
+    """Return arguments of groups, one sequence each or all of one sequence.
+
+    Each set of arguments has pages of its own, in random order.
+    """
     model, page = setting.sizes.model, setting.sizes.page_size
     for_q, for_k, for_v, for_pages = jax.random.split(key, 4)
     shape = (SETS * sequences * pages, page, model.num_kv_heads, model.head_dim)
@@ -207,7 +210,7 @@ def _measure(setting: Setting, cases: Sequence[Timed]) -> list[dict[str, float]]
 
 
 def _rates(setting: Setting, time: dict[str, float], case: Timed) -> dict[str, float | None]:
-    """TFLOP/s and TB/s of a case that says its FLOP and bytes, and their shares of the ceilings."""
+    """Return TFLOP/s and TB/s of a case, as far as its FLOP and bytes are known, and their shares of the ceilings."""
     rates: dict[str, float | None] = {}
     for fact, rate, ceiling in (("flop", "tflops", "matmul"), ("bytes", "tb_per_s", "triad")):
         if fact in case.facts:

@@ -1,4 +1,4 @@
-"""Device time of an operation: repeated inside one program, so that neither dispatch nor Python counts."""
+"""Measure the device time of an operation, repeated inside one program to exclude dispatch and Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 Make = Callable[[jax.Array], tuple[Sequence[tuple[Any, ...]], tuple[Any, ...]]]
-"""From a random key: several sets of small arguments of its own for an operation, and large ones that all share."""
+"""A function of a random key that returns several sets of small arguments, and large arguments that all sets share."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class Timed:
     op: Callable[..., Any]
     make: Make
     facts: Mapping[str, float]
-    """Work of one call, for rates."""
+    """FLOP and bytes of one call, to compute rates."""
 
 
 def fast_key(seed: int) -> jax.Array:
-    """A random key whose numbers are quick to make by the tens of gigabytes."""
+    """Return a random key whose generator is fast enough for tens of gigabytes."""
     return jax.random.key(seed, impl="rbg")
 
 
 def looped(op: Callable[..., Any], rounds: int) -> Callable[..., jax.Array]:
-    """A program that calls ``op`` on every set in turn, ``rounds`` times over.
+    """Return a program that calls ``op`` on every set of arguments, ``rounds`` times.
 
-    Barriers put each call after the one before it and keep all outputs alive, so that XLA neither merges, hoists
-    nor drops calls. The only kernel beside them sums one number of each output, once a round.
+    Barriers order the calls and keep all outputs alive, so that XLA does not merge, hoist or drop calls. The only other
+    kernel sums one number of each output, once a round.
     """
 
     op = jax.jit(op)  # so that its calls share one lowering
@@ -57,7 +57,7 @@ def looped(op: Callable[..., Any], rounds: int) -> Callable[..., jax.Array]:
 
 
 def timing(seconds: Sequence[float], calls: int = 1) -> dict[str, float]:
-    """Median, least and most microseconds of a call, from ``n`` samples of ``calls`` calls each."""
+    """Return median, minimum and maximum microseconds of a call, from ``n`` samples of ``calls`` calls each."""
     microseconds = [1e6 * s / calls for s in seconds]
     return {
         "median_us": median(microseconds),
@@ -68,11 +68,11 @@ def timing(seconds: Sequence[float], calls: int = 1) -> dict[str, float]:
 
 
 def time_together(cases: Sequence[Timed], key: jax.Array, samples: int, rounds: int) -> list[dict[str, float]]:
-    """Time operations on the same arguments, sample by sample in turn, so that drift of clocks meets them alike."""
+    """Time operations on the same arguments, alternating by sample so that clock drift affects all equally."""
     own_sets, shared = jax.block_until_ready(jax.jit(cases[0].make)(key))
     programs = [jax.jit(looped(case.op, rounds)).lower(own_sets, shared).compile() for case in cases]
     seconds: list[list[float]] = [[] for _ in cases]
-    for sample in range(-1, samples):  # one to warm up
+    for sample in range(-1, samples):  # the first sample warms up
         for program, into in zip(programs, seconds, strict=True):
             began = time.perf_counter()
             jax.block_until_ready(program(own_sets, shared))

@@ -1,4 +1,4 @@
-"""The same decode steps by Hugging Face transformers, on the same GPU in the same run."""
+"""Time the decode steps of Hugging Face transformers, on the same GPU in the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gimbal_jax.config import ModelConfig
 
 
 def transformers_speed(setting: Setting) -> Iterator[Result]:
-    """Eager ``Qwen3MoeForCausalLM`` in bfloat16 with random weights and its default cache and kernels."""
+    """Time eager ``Qwen3MoeForCausalLM`` in bfloat16 with random weights and its default cache and kernels."""
     try:
         import torch
         import transformers
@@ -23,7 +23,7 @@ def transformers_speed(setting: Setting) -> Iterator[Result]:
         raise AbsentError("torch sees no CUDA device")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, ours = setting.sizes, setting.found.get("model_speed", {})
-    layers = ours.get("model", {}).get("layers", sizes.model.num_layers)  # as many as ours had
+    layers = ours.get("model", {}).get("layers", sizes.model.num_layers)  # as many as model_speed ran
 
     torch.manual_seed(setting.seed)
     with torch.device(device), torch.inference_mode():
@@ -40,7 +40,7 @@ def transformers_speed(setting: Setting) -> Iterator[Result]:
             },
         )
         for batch in sizes.batches:
-            # One prompt, repeated: the time of a step depends on the new tokens, which differ, and on lengths.
+            # All rows share one prompt. The time of a step depends on lengths and on the new tokens, which differ.
             prompt = torch.randint(config.vocab_size, (1, sizes.context - 1))
             cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
             cache.batch_repeat_interleave(batch)
@@ -52,9 +52,9 @@ def transformers_speed(setting: Setting) -> Iterator[Result]:
 
 
 def time_steps(torch: Any, model: Any, cache: Any, tokens: Any, samples: int) -> dict[str, float]:
-    """From tokens on the device to the next ones on the host; the context grows by one a step."""
+    """Time steps from tokens on the device to the next tokens on the host. The context grows by one token a step."""
     seconds = []
-    for sample in range(-2, samples):  # two to warm up
+    for sample in range(-2, samples):  # the first two samples warm up
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -65,7 +65,7 @@ def time_steps(torch: Any, model: Any, cache: Any, tokens: Any, samples: int) ->
 
 
 def arguments_of(model: ModelConfig, layers: int) -> dict[str, Any]:
-    """``Qwen3MoeConfig``'s, for a model whose layers all hold experts."""
+    """Return the arguments of ``Qwen3MoeConfig`` for a model with experts in all layers."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

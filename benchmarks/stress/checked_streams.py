@@ -1,4 +1,4 @@
-"""Greedy streams whose tokens are known from a quiet run, and the server process as seen from outside."""
+"""Greedy streams whose tokens are known from a quiet run, and samples of the server process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from gimbal_jax.model.demo_model import TOPICS, topic_prompt
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 
 TIE = 1e-3
-"""Log probabilities closer than this are a tie, which rounding may decide either way."""
+"""Largest difference of two log probabilities that counts as a tie: rounding may decide a tie either way."""
 
 Fate = Literal["whole", "cancelled", "late"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A greedy request, and the tokens that it gives on a quiet server.
+    """A greedy request, and the tokens that a quiet server returns for it.
 
-    ``gaps`` are the log probabilities of each of these over the second best token's.
+    ``gaps`` has, for each token, its log probability minus that of the second best token.
     """
 
     prompt: tuple[int, ...]
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one client saw. ``wrong`` says what is missing or too much; empty if all is right."""
+    """The stream that one client received. ``wrong`` describes missing or extra tokens; empty if there are none."""
 
     sent_s: float
     fate: Fate
@@ -49,9 +49,10 @@ class Seen:
     e2e_s: float
     wrong: str
     gap: float | None
-    """If its tokens are not those of the quiet server: by how much the first other token was the second best there.
+    """If the tokens differ from the quiet run: its gap at the first different token; None if they agree.
 
-    Other batches and placements add in another order, and rounding may decide a tie otherwise; more is garbage."""
+    Other batches and placements add in another order, so rounding may decide a tie differently. A gap larger than
+    ``TIE`` means wrong tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Sample:
 
 
 def make_calls(model: Path, count: int, rng: np.random.Generator) -> list[Call]:
-    """Prompts of the demo model's topics, short and long."""
+    """Return ``count`` requests with short and long prompts on the demo model's topics."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None, "the demo model has one"
     calls = []
@@ -90,7 +91,7 @@ def request_of(call: Call, logprobs: int | None = None) -> pb.GenerateRequest:
 
 
 async def quiet_answers(client: GimbalClient, calls: list[Call], console: Console) -> list[Call]:
-    """The calls with what each gives, one at a time."""
+    """Send the calls one at a time, and return them with their tokens and gaps."""
     answered = []
     for call in track(calls, "a quiet run", console=console):
         *_, last = [response async for response in client.engine.Generate(request_of(call, logprobs=2))]
@@ -100,7 +101,13 @@ async def quiet_answers(client: GimbalClient, calls: list[Call], console: Consol
 
 
 async def one(client: GimbalClient, call: Call, fate: Fate, patience: float, start: float, due: float) -> Seen:
-    """One stream. ``patience`` in [0, 1) says after how much of it a client leaves, or its deadline passes."""
+    """Run one stream and check it.
+
+    Args:
+        patience: In [0, 1). Share of the tokens after which a "cancelled" client leaves. A "late" client has a
+            deadline of 0.02 + ``patience`` seconds.
+        start, due: Monotonic seconds at which the run started and at which this request was due.
+    """
     timeout = 0.02 + patience if fate == "late" else None
     leave_after = int(patience * call.max_tokens) if fate == "cancelled" else None
     tokens: list[int] = []
@@ -113,12 +120,12 @@ async def one(client: GimbalClient, call: Call, fate: Fate, patience: float, sta
                     first = time.monotonic() - due
                 tokens += response.chunk.token_ids
                 if response.chunk.completion_tokens != len(tokens):
-                    wrong = f"{len(tokens)} tokens came, the server counts {response.chunk.completion_tokens}"
+                    wrong = f"{len(tokens)} tokens arrived, the server counts {response.chunk.completion_tokens}"
                 if leave_after is not None and len(tokens) > leave_after:
                     status = "left"
                     break
             elif tuple(response.complete.output_ids) != tuple(tokens):
-                wrong = "the last message holds other tokens than the stream"
+                wrong = "the last message has other tokens than the stream"
             elif len(tokens) != call.max_tokens:
                 wrong = f"{len(tokens)} tokens of {call.max_tokens}"
     except grpc.aio.AioRpcError as error:
@@ -139,15 +146,15 @@ async def sample(client: GimbalClient, pid: int, time_s: float) -> Sample:
         time_s,
         int(rss.split()[1]) / 1024,
         len(list((process / "fd").iterdir())),
-        sum(status.free_pages_S),
+        sum(engine.free_pages for engine in status.engines),
         status.active_requests,
-        status.experts_moved,
+        status.placement.experts_moved,
         status.preemptions,
     )
 
 
 async def settled(client: GimbalClient) -> None:
-    """Returns when no request is left, in the frontend or in an engine."""
+    """Wait until no request is left in the frontend or in an engine."""
     while True:
         status, traces = await client.status(), (await client.traces()).traces
         if not status.active_requests and not any(t.running_requests + t.waiting_requests for t in traces):

@@ -1,4 +1,4 @@
-"""What a hostile client sends: requests as hypothesis draws them, each with the statuses that it may get."""
+"""Requests of a hostile client, drawn by hypothesis, each with the statuses that it may get."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FINE = {
     "ALREADY_EXISTS",
     "FAILED_PRECONDITION",
 }
-"""What anything may get. UNKNOWN and INTERNAL would be an exception in a handler."""
+"""Statuses that any request may get. UNKNOWN and INTERNAL are not among them: a handler raised an exception."""
 
 type Send = Callable[[Target], Awaitable[Answer]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server's three doors. ``channel`` speaks to the first, HOST:PORT."""
+    """The three ports of a server. ``channel`` is connected to the first, HOST:PORT."""
 
     channel: grpc.aio.Channel
     host: str
@@ -50,27 +50,27 @@ class Target:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back of one hostile request."""
+    """The server's answer to one hostile request."""
 
     kind: str
     status: str
     finding: str = ""
-    """Why that was wrong; empty if it was right."""
+    """Why the answer is wrong; empty if it is right."""
 
 
-# -- messages whose fields hold anything -------------------------------------------------
+# -- messages with hostile values in their fields ----------------------------------------
 
 INTEGERS = st.sampled_from([0, 1, -1, 2, 20, 21, 300, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1]) | st.integers(-9, 9)
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-9, 3e38, -3e38, float("nan"), float("inf"), -float("inf")])
 LONG = st.integers(50_000, 100_000).map(lambda length: "a" * length)
 STRINGS = st.sampled_from(["", "\x00", "../../etc/passwd", "{", '{"type": "object"}', "(a*)*b", "\u202e"])
 MAX_BYTES = 2**20
-"""Of a message that is made longer by repetition."""
+"""Maximum bytes of a message that repetition makes longer."""
 TEXTS = STRINGS | LONG | st.text(max_size=20)
 
 
 def value_of(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
-    """Hostile values of one field, within what its type can hold: others never leave a client."""
+    """Return hostile values of one field, within the range of its type: a client cannot encode others."""
     kind = field.type
     if kind == FieldDescriptor.TYPE_MESSAGE:
         return message_of(field.message_type, depth + 1)
@@ -89,7 +89,7 @@ def value_of(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 
 
 def message_of(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-    """Messages with some fields set to hostile values."""
+    """Return messages with some fields set to hostile values."""
     if depth > 3:
         return st.just(GetMessageClass(descriptor)())
 
@@ -101,10 +101,10 @@ def message_of(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Mess
             name = one_field.name
             if one_field.is_repeated:
                 if one_field.message_type is not None and one_field.message_type.GetOptions().map_entry:
-                    continue  # the table below has the maps that matter
+                    continue  # BAD_PARAMS has the maps that matter
                 few, times = draw(st.lists(value_of(one_field, depth), max_size=3)), draw(st.sampled_from([1, 1, 500]))
                 getattr(message, name).extend(few)
-                if times * message.ByteSize() < MAX_BYTES:  # within each other they would be gigabytes
+                if times * message.ByteSize() < MAX_BYTES:  # nested repetition would need gigabytes
                     getattr(message, name).extend(few * (times - 1))
             elif one_field.message_type is not None:
                 getattr(message, name).CopyFrom(draw(value_of(one_field, depth)))
@@ -130,7 +130,7 @@ def any_message() -> st.SearchStrategy[Send]:
 
 
 def any_bytes() -> st.SearchStrategy[Send]:
-    """Bytes that are no message, and messages with invalid UTF-8 or cut short."""
+    """Return bytes that are no message, and messages that have invalid UTF-8 or are cut short."""
     request = generate_request()
     invalid = request.SerializeToString().replace(b"hello", b"\xff\xfe\xfd\xfc\xfb")
     cut = st.integers(1, len(invalid) - 1).map(lambda end: request.SerializeToString()[:end])
@@ -139,7 +139,7 @@ def any_bytes() -> st.SearchStrategy[Send]:
     )
 
 
-# -- valid requests with one field out of its range: the status is known -------------------
+# -- valid requests with one field out of its range: their status is known -----------------
 
 
 def generate_request(text: str = "hello", **params: Any) -> pb.GenerateRequest:
@@ -205,7 +205,7 @@ def one_wrong_field() -> st.SearchStrategy[Send]:
 
 
 def sending(method: MethodDescriptor, data: bytes, kind: str = "", fine: set[str] = FINE) -> Send:
-    """Send bytes to a method and read all that comes back."""
+    """Return a function that sends bytes to a method and reads the whole answer."""
     path = f"/{method.containing_service.full_name}/{method.name}"
 
     async def send(target: Target) -> Answer:
@@ -227,7 +227,7 @@ async def status_of(call: Any) -> str:
 
 
 def huge_prompt() -> st.SearchStrategy[Send]:
-    """10 MB are taken and refused by length; 20 MB are beyond the limit of a message."""
+    """Return prompts of 10 MB, rejected by the prompt's length, and of 20 MB, above the limit of a message."""
 
     def request(size: int) -> pb.GenerateRequest:
         return generate_request("hello " * (size // 6))
@@ -238,7 +238,7 @@ def huge_prompt() -> st.SearchStrategy[Send]:
 
 
 def slow_reader() -> st.SearchStrategy[Send]:
-    """Asks for a long output, reads nothing, and leaves."""
+    """Return a client that requests a long output, reads nothing, and leaves."""
 
     async def send(target: Target) -> Answer:
         request = pb.GenerateRequest(
@@ -258,7 +258,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">I", 0)[1:] +
 
 
 def half_open() -> st.SearchStrategy[Send]:
-    """A connection that begins to speak HTTP/2 and stops, or speaks nonsense."""
+    """Return connections that start HTTP/2 and stop, or send random bytes."""
 
     def send(data: bytes) -> Send:
         async def connect(target: Target) -> Answer:
@@ -279,7 +279,7 @@ def http_request(head: str, body: bytes) -> bytes:
 
 
 async def http_status(host: str, port: int, data: bytes) -> int | None:
-    """Status of a raw HTTP request; None if the server closed without one."""
+    """Return the status of a raw HTTP request; None if the server closed the connection without one."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(data)
@@ -332,7 +332,7 @@ OPENAI_FIELDS = (
 
 
 def openai_http() -> st.SearchStrategy[Send]:
-    """Malformed JSON, and JSON with hostile values, through the gateway. Its own 5xx are reported, not judged."""
+    """Return malformed JSON, and JSON with hostile values, for the gateway. A 5xx of the gateway is not a finding."""
     good = {"prompt": "hello", "max_tokens": 3}
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     hostile = st.tuples(

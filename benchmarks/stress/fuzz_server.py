@@ -1,12 +1,17 @@
-"""Hostile clients against a running server, while good ones go on.
+"""Send hostile requests to a running server while good clients continue.
 
     python -m benchmarks.stress.fuzz_server [--requests 10000] [--seed 0]
 
-Starts ``gimbal serve`` on the demo model with its operators' port and gateway, and sends it requests that no honest
-client would: every gRPC method with messages whose fields hold hostile values, bytes that are no message, a valid
-request with one field out of its range (whose status is known), prompts of 10 MB, readers that do not read, connections
-that stop half way, malformed JSON over HTTP. Meanwhile good clients send greedy requests, whose tokens must be those
-of a quiet server. Says what came back and what was left behind; writes out/fuzz/fuzz.json; exit code 1 on any finding.
+Starts ``gimbal serve`` on the demo model with its operators' port and gateway, and sends it hostile requests:
+
+- messages to every gRPC method with hostile values in their fields, and bytes that are no message
+- valid requests with one field out of its range, whose status is known
+- prompts of 10 MB, clients that do not read, connections that stop half way
+- malformed JSON over HTTP
+
+Good clients send greedy requests at the same time, and must get the tokens of a quiet server. The script prints the
+answers, and the KV pages, file handles and memory that the server did not release. It writes out/fuzz/fuzz.json. Exit
+code 1 if there is any finding.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ OUT = Path("out/fuzz")
 MODEL = OUT / "demo-model"
 SERVER = ("--devices", "cpu:1", "--max-queue", "64")
 BATCH = 20
-"""Hostile requests at once."""
+"""Hostile requests sent at the same time."""
 GOOD_CLIENTS, GOOD_REQUESTS = 3, 24
 
 console = Console()
@@ -50,20 +55,20 @@ console = Console()
 
 @dataclass
 class Fuzz:
-    """All that came back."""
+    """All answers and measurements of a run."""
 
     answers: list[Answer] = field(default_factory=list)
     good: Counter[str] = field(default_factory=Counter)
-    """Good streams: "right", "tie", and what was wrong."""
+    """Number of good streams by result: "right", "tie" or an error."""
     rss_mib: list[float] = field(default_factory=list)
-    """Of the server, ten times in the run: what grows without end is a leak."""
+    """Resident memory of the server, sampled ten times in the run. Steady growth is a leak."""
 
 
 def main(
     requests: Annotated[int, typer.Option(min=BATCH, help="Hostile requests to send.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
 ) -> None:
-    """Send hostile requests while good clients go on, and say what came of both."""
+    """Send hostile requests while good clients continue, and print the results of both."""
     OUT.mkdir(parents=True, exist_ok=True)
     if not (MODEL / "config.json").exists():
         write_demo_model(MODEL)
@@ -89,13 +94,13 @@ async def fuzz(requests: int, seed: int) -> bool:
                 task.cancel()
             await asyncio.gather(*good, return_exceptions=True)
             await asyncio.wait_for(settled(client), 60)
-            await asyncio.sleep(2)  # connections that were left close
+            await asyncio.sleep(2)  # abandoned connections close in this time
             after = await sample(client, server.pid, 0.0)
     return report(result, before, after)
 
 
 def send_batches(loop: asyncio.AbstractEventLoop, target: Target, requests: int, seed: int, result: Fuzz) -> None:
-    """Draw the requests here, beside the event loop, and send them there; hypothesis wants a thread of its own."""
+    """Draw the requests in this thread, because hypothesis blocks it, and send them in the event loop."""
     with Progress(console=console) as progress:
         bar = progress.add_task("hostile requests", total=requests)
 
@@ -121,7 +126,7 @@ async def all_of(answers: list[Coroutine[Any, Any, Answer]]) -> list[Answer]:
 
 
 async def answer_of(send: Send, target: Target) -> Answer:
-    """A server that does not answer at all is a finding too."""
+    """Return the answer to one request. An exception or a missing answer is a finding."""
     try:
         async with asyncio.timeout(4 * TIMEOUT_S):
             return await send(target)
@@ -137,7 +142,7 @@ async def keep_weighing(client: GimbalClient, pid: int, requests: int, result: F
 
 
 async def keep_asking(client: GimbalClient, calls: list[Call], result: Fuzz) -> None:
-    """Good requests, one after the other; each must give the tokens of the quiet run."""
+    """Send good requests one after the other. Each must return the tokens of the quiet run."""
     pick = random.Random(id(asyncio.current_task()))
     while True:
         seen = await one(client, pick.choice(calls), "whole", 0.0, 0.0, 0.0)
@@ -156,7 +161,7 @@ def report(result: Fuzz, before: Sample, after: Sample) -> bool:
         findings[f"pages missing: {before.free_pages - after.free_pages}"] = 1
     if after.files > before.files + 3:
         findings[f"file handles left open: {after.files - before.files}"] = 1
-    console.print(f"good streams meanwhile: {dict(result.good)}")
+    console.print(f"good streams: {dict(result.good)}")
     console.print(f"pages free {before.free_pages} -> {after.free_pages}, file handles {before.files} -> {after.files}")
     rss = ", ".join(f"{mib:.0f}" for mib in (*result.rss_mib, after.rss_mib))
     console.print(f"RSS, MiB: {rss}; {len(result.answers)} hostile requests")

@@ -1,13 +1,15 @@
-"""A server's life in twenty minutes: load near its capacity, clients that cancel, time out and die, experts that move.
+"""Run a server for twenty minutes near its capacity, with cancelled, late and killed clients and moving experts.
 
     python -m benchmarks.stress.soak [--seconds 1200] [--share 0.8] [--seed 0]
 
-Starts ``gimbal serve`` on the demo model with two engines, notes what a set of greedy requests gives while the server
-is quiet, measures how many requests a second it sustains, and then sends ``--share`` of that for ``--seconds``: some
-requests are cancelled after a few tokens, some have too short a deadline, every minute a client process with open
-streams is killed, and every few seconds a placement is decided anew and moves experts. Afterwards it says what was
-lost: tokens, pages, memory, file handles, latency. Writes out/soak/soak.json and soak.png; exit code 1 if a token or a
-page is missing.
+1. Starts ``gimbal serve`` on the demo model with two engines.
+2. Records the tokens of a set of greedy requests while the server is quiet.
+3. Measures the requests per second that the server sustains, and sends ``--share`` of that for ``--seconds``.
+   Meanwhile some requests are cancelled after a few tokens, and some have a deadline that is too short. Every minute a
+   client process with open streams is killed. Every few seconds a placement decision moves experts.
+4. Prints the lost tokens and pages, and the change of memory, file handles and latency.
+
+It writes out/soak/soak.json and soak.png. Exit code 1 if a token or a page is missing or wrong.
 """
 
 from __future__ import annotations
@@ -45,27 +47,26 @@ from benchmarks.stress.checked_streams import (
 from gimbal_jax.bench.server_process import running_server
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.model.demo_model import write_demo_model
-from research.plots import plain
 
 OUT = Path("out/soak")
 MODEL = OUT / "demo-model"
-# Placement chases noise here: every decision moves experts, which is what the run is for.
+# Without smoothing and minimum gain the placement follows noise, so that every decision moves experts.
 SERVER = ("--devices", "cpu:2", "--dp", "2", "--min-gain", "0", "--smoothing", "0", "--max-queue", "512")
 REQUESTS = 96
 CAPACITY_CLIENTS, CAPACITY_S = 48, 20.0
 CANCELLED, LATE = 0.12, 0.05
-"""Shares of requests that their client cancels, and whose deadline is too short."""
+"""Share of requests that their client cancels, and share of requests with a deadline that is too short."""
 MOVE_PERIOD_S, SAMPLE_PERIOD_S, KILL_PERIOD_S = 3.0, 5.0, 60.0
 VICTIM_STREAMS, VICTIM_LIFE_S = 8, 4.0
 WARM_UP_SHARE = 0.25
-"""The first part of the run does not count in the memory's slope: pools and caches fill."""
+"""First share of the run, which the slope of memory ignores because pools and caches fill."""
 
 console = Console()
 
 
 @dataclass
 class Soak:
-    """All that was measured."""
+    """All measurements of a run."""
 
     seen: list[Seen] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -73,12 +74,14 @@ class Soak:
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=10, help="How long the load lasts.")] = 1200,
-    share: Annotated[float, typer.Option(min=0.05, max=1.5, help="Of the measured capacity.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and fates.")] = 0,
-    victim: Annotated[str, typer.Option(hidden=True, help="Be a client of this server that is to be killed.")] = "",
+    seconds: Annotated[float, typer.Option(min=10, help="Seconds of load.")] = 1200,
+    share: Annotated[float, typer.Option(min=0.05, max=1.5, help="Load as a share of the measured capacity.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and fates.")] = 0,
+    victim: Annotated[
+        str, typer.Option(hidden=True, help="Run as a client of this server, which the soak kills.")
+    ] = "",
 ) -> None:
-    """Load, cancels, missed deadlines, killed clients and migrations: what is left behind?"""
+    """Put load on a server with cancelled, late and killed clients and migrations, and print what it loses."""
     if victim:
         asyncio.run(be_killed(victim, seed))
         return
@@ -92,7 +95,7 @@ def main(
 async def soak(seconds: float, share: float, seed: int) -> bool:
     rng = np.random.default_rng(seed)
     async with running_server(MODEL, SERVER, OUT / "server.log") as server, GimbalClient(server.target) as client:
-        pages = (await client.status()).free_pages_S
+        pages = [engine.free_pages for engine in (await client.status()).engines]
         calls = await quiet_answers(client, make_calls(MODEL, REQUESTS, rng), console)
         capacity = await measured_capacity(client, calls)
         console.print(f"capacity: {capacity:.1f} requests/s with {CAPACITY_CLIENTS} clients; load: {share:.0%} of it")
@@ -113,14 +116,14 @@ async def soak(seconds: float, share: float, seed: int) -> bool:
         status = await client.status()
         findings: dict[str, int | str] = {
             "requests": len(result.seen),
-            "tokens lost or too many": sum(bool(seen.wrong) for seen in result.seen),
-            "streams that another rounding of a tie led elsewhere": sum(seen.gap is not None for seen in result.seen),
-            "streams with other tokens than the quiet run": sum((seen.gap or 0) > TIE for seen in result.seen),
-            "pages missing": sum(pages) - sum(status.free_pages_S),
-            "file handles more than before": after.files - before.files,
+            "streams with missing or extra tokens": sum(bool(seen.wrong) for seen in result.seen),
+            "streams with other tokens (ties included)": sum(seen.gap is not None for seen in result.seen),
+            "streams with other tokens (ties excluded)": sum((seen.gap or 0) > TIE for seen in result.seen),
+            "pages missing": sum(pages) - sum(engine.free_pages for engine in status.engines),
+            "additional file handles": after.files - before.files,
             "clients killed": result.killed,
-            "experts moved": status.experts_moved,
-            "compiles after warm-up": status.compiles_after_warmup,
+            "experts moved": status.placement.experts_moved,
+            "compiles after warm-up": status.steps.compiles_after_warmup,
             "RSS before and after, MiB": f"{before.rss_mib:.0f}, {after.rss_mib:.0f}",
             "RSS slope, MiB per hour": f"{rss_slope(result.samples):.1f}",
         }
@@ -128,12 +131,12 @@ async def soak(seconds: float, share: float, seed: int) -> bool:
     draw(result, OUT / "soak.png")
     numbers = {"findings": findings, **asdict(result)}
     (OUT / "soak.json").write_text(json.dumps(numbers))
-    bad = "tokens lost or too many", "streams with other tokens than the quiet run", "pages missing"
+    bad = "streams with missing or extra tokens", "streams with other tokens (ties excluded)", "pages missing"
     return not any(findings[name] for name in bad)
 
 
 async def measured_capacity(client: GimbalClient, calls: list[Call]) -> float:
-    """Requests per second of clients that never rest; the first quarter does not count."""
+    """Return the requests per second of clients that never pause, without the first quarter of the time."""
     start = time.monotonic()
     ends: list[float] = []
 
@@ -151,7 +154,7 @@ async def measured_capacity(client: GimbalClient, calls: list[Call]) -> float:
 async def open_loop(
     client: GimbalClient, calls: list[Call], rate: float, seconds: float, rng: np.random.Generator
 ) -> list[Seen]:
-    """Poisson arrivals, whatever became of the earlier ones; each with its fate."""
+    """Send requests with Poisson arrivals, independent of earlier ones, each with its own fate."""
     start = time.monotonic()
     due_s, tasks = 0.0, []
     async with asyncio.TaskGroup() as group:
@@ -170,7 +173,7 @@ async def keep_moving(client: GimbalClient) -> None:
 
 
 async def keep_killing(target: str, result: Soak) -> None:
-    """Every minute a client with open streams dies without a word."""
+    """Start a client with open streams every minute, and kill it after a few seconds."""
     while True:
         command = [sys.executable, "-m", "benchmarks.stress.soak", "--victim", target, "--seed", str(result.killed)]
         victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -202,7 +205,10 @@ async def keep_sampling(client: GimbalClient, pid: int, result: Soak) -> None:
 
 
 def rss_slope(samples: list[Sample]) -> float:
-    """MiB per hour by least squares, without the first part of the run."""
+    """Return the growth of memory in MiB per hour by least squares, without the first part of the run.
+
+    NaN if there are fewer than three samples.
+    """
     kept = [sample for sample in samples if sample.time_s >= WARM_UP_SHARE * samples[-1].time_s]
     if len(kept) < 3:
         return float("nan")
@@ -210,7 +216,7 @@ def rss_slope(samples: list[Sample]) -> float:
 
 
 def quarters(result: Soak, seconds: float) -> list[tuple[int, float, float, float, float]]:
-    """(streams, median and 99th percentile of the time to the first token, the same of the time per token), ms."""
+    """Return (streams, TTFT p50, TTFT p99, TPOT p50, TPOT p99) of each quarter, in milliseconds, for whole streams."""
     rows = []
     for quarter in range(4):
         whole = [s for s in result.seen if s.fate == "whole" and quarter <= 4 * s.sent_s / seconds < quarter + 1]
@@ -221,7 +227,7 @@ def quarters(result: Soak, seconds: float) -> list[tuple[int, float, float, floa
 
 
 def report(findings: dict[str, int | str], result: Soak, seconds: float) -> None:
-    table = Table("what", "found")
+    table = Table("measure", "value")
     for name, value in findings.items():
         table.add_row(name, str(value))
     for outcome, count in sorted(Counter(f"{seen.fate}: {seen.status}" for seen in result.seen).items()):
@@ -254,7 +260,7 @@ def draw(result: Soak, path: Path) -> None:
     moved.set_ylabel("experts moved")
     moved.set_xlabel("minutes")
     for axes in (memory, latency, moved):
-        plain(axes)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 

@@ -1,4 +1,7 @@
-"""How a benchmark's requests travel: gRPC with token ids, or OpenAI's /v1/completions with text. Greedy, no stops."""
+"""Transports of a benchmark: gRPC with token ids, and OpenAI's /v1/completions with text.
+
+All requests are greedy and generate their full number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Send = Callable[[Call, OnTokens], Awaitable[Usage]]
 
 
 def grpc_send(client: GimbalClient) -> Send:
-    """Through the raw stub: the client's chunks would cost more than all else here."""
+    """Return a sender over gRPC. It uses the raw stub, because chunks of ``GimbalClient`` would cost too much here."""
 
     async def send(call: Call, on_tokens: OnTokens) -> Usage:
         request = pb.GenerateRequest(
@@ -45,9 +48,9 @@ def grpc_send(client: GimbalClient) -> Send:
 
 
 def http_send(url: str, model: str, words: Mapping[int, str]) -> Send:
-    """``words`` gives the text of each token id. A connection for each request.
+    """Return a sender over HTTP, with one connection for each request. ``words`` has the text of each token id.
 
-    A message is a piece of text; tokens that have none, as special ones, bring no message.
+    A message is a piece of text. Tokens without text, such as special ones, bring no message.
     """
     address = _address(url)
 
@@ -81,7 +84,7 @@ def http_send(url: str, model: str, words: Mapping[int, str]) -> Send:
 
 
 async def http_model(url: str) -> str:
-    """The name of the first model that the server has. Raises SendFailed."""
+    """Return the name of the server's first model. Raises SendFailed."""
     async with _http(_address(url), "GET", "/v1/models") as lines:
         text = b"".join([line async for line in lines])
     try:
@@ -107,9 +110,9 @@ def _address(url: str) -> SplitResult:
 async def _http(
     address: SplitResult, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Lines of the answer's body. Raises SendFailed for a status other than 200 and a broken connection.
+    """Yield the lines of the response body. Raises SendFailed for a status other than 200 or a broken connection.
 
-    A client that does as little as it can: it shares the machine with the server.
+    This client does as little as possible, because it shares the host with the server.
     """
     data = b"" if body is None else json.dumps(body).encode()
     headers = (
@@ -133,7 +136,7 @@ async def _http(
             text = b"".join([line async for line in lines])
             raise SendFailed(f"{status.partition(' ')[2]}: {_error_text(text)}")
         yield lines
-    except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # EOFError: of what ends too early
+    except (OSError, EOFError, asyncio.LimitOverrunError) as error:  # EOFError: the response ended too early
         raise SendFailed(f"connection: {error}") from error
     finally:
         if writer is not None:
@@ -141,7 +144,7 @@ async def _http(
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of a body, without their ends, as soon as each is whole."""
+    """Yield the lines of a body without line ends, as soon as each is complete."""
     if not chunked:
         async for line in reader:
             yield line.rstrip(b"\r\n")
@@ -156,7 +159,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 def _error_text(body: bytes) -> str:
-    """OpenAI's message, or the beginning of whatever else it is."""
+    """Return the message of an OpenAI error, or the first bytes of another body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: how long, when, and of which tokens."""
+"""The requests of a benchmark: lengths, arrival times and tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tokenizers
 from gimbal_jax.bench.replay import Call, TraceRow, read_trace, scale_trace
 
 SHIPPED_TRACE = "sharegpt-like"
-"""Name of the trace that comes with the package: conversations, with lengths as mixed as ShareGPT's."""
+"""Name of the trace in the package. Its conversations have lengths as mixed as ShareGPT's."""
 INPUT_LEN, OUTPUT_LEN = 128, 64
 Lengths = Sequence[tuple[int, int]]
 """Prompt and output tokens of each request."""
@@ -22,20 +22,20 @@ Lengths = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What is sent in each round; raises ValueError that names the field and its range."""
+    """Load of each round. Raises ValueError that names the field and its range."""
 
     requests: int = 32
     input_len: int | None = None
-    """Prompt tokens of every request; with a trace, their mean. None: 128, or as they are in a trace of one's own."""
+    """Prompt tokens of every request, or their mean with a trace. None: 128, or unscaled for a trace from a file."""
     output_len: int | None = None
-    """Likewise; None: 64."""
+    """Output tokens of every request, or their mean with a trace. None: 64, or unscaled for a trace from a file."""
     trace: str | None = None
     """Lengths from this CSV file, or from the shipped one (``SHIPPED_TRACE``), instead of fixed ones."""
     shared_prefix: float = 0.0
-    """Share of each prompt's tokens that all prompts begin with, in all rounds."""
+    """Share of each prompt's tokens that belong to a prefix common to all prompts of all rounds."""
     rounds: int = 3
     warmup: int = 1
-    """Rounds before, which are not counted."""
+    """Number of warm-up rounds, which are not counted."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class LoadConfig:
 
 
 def lengths_of(load: LoadConfig) -> Lengths:
-    """Fixed ones, or those of the first ``requests`` of a trace, scaled to the means that are asked for."""
+    """Return fixed lengths, or the lengths of a trace's first ``requests`` rows, scaled to the means of the load."""
     if load.trace is None:
         return [(load.input_len or INPUT_LEN, load.output_len or OUTPUT_LEN)] * load.requests
     if load.trace == SHIPPED_TRACE:
@@ -63,7 +63,7 @@ def lengths_of(load: LoadConfig) -> Lengths:
 
 
 def scaled_lengths(rows: Sequence[TraceRow], input_mean: int | None, output_mean: int | None) -> Lengths:
-    """Lengths times what brings them to these means (None: as they are), rounded, at least 1."""
+    """Return lengths scaled to these means (None: unscaled), rounded, and at least 1."""
     own_2 = np.mean([(row.input_tokens, row.output_tokens) for row in rows], axis=0)
     scaled = scale_trace(
         rows,
@@ -75,7 +75,7 @@ def scaled_lengths(rows: Sequence[TraceRow], input_mean: int | None, output_mean
 
 
 def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> np.ndarray:
-    """Seconds [count] at which requests come, independently of each other, ``rate`` per second."""
+    """Return the arrival times [count] of a Poisson process of ``rate`` requests per second."""
     return rng.exponential(1 / rate, count).cumsum()
 
 
@@ -88,10 +88,10 @@ def make_calls(
     round_number: int,
     rate: float | None = None,
 ) -> list[Call]:
-    """A round's requests: at once without a ``rate``, else Poisson.
+    """Return the requests of a round. They are all due at 0 without a ``rate``, otherwise Poisson.
 
-    Prompts are tokens drawn from ``token_ids``. No two rounds have the same ones, but for the shared prefix, which the
-    seed alone decides.
+    Prompts are drawn from ``token_ids``. Each round draws others, so only the shared prefix can hit the prefix cache.
+    It depends on the seed alone.
     """
     rng = np.random.default_rng((load.seed, ("warmup", "offline", "online").index(kind), round_number))
     arrivals = np.zeros(len(lengths)) if rate is None else poisson_arrivals(len(lengths), rate, rng)
@@ -105,9 +105,9 @@ def make_calls(
 
 
 def one_token_words(tokenizer_json: str) -> dict[int, str]:
-    """Words with a blank before them that are one token each, by token id.
+    """Return words of one token, each after a blank, by token id.
 
-    Prompts of them have the same tokens whether they are sent as ids or as text. Raises ValueError if there are few.
+    Their prompts have the same tokens if they are sent as ids or as text. Raises ValueError for fewer than 100 words.
     """
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     texts = tokenizer.decode_batch([[id] for id in range(tokenizer.get_vocab_size())])

@@ -1,4 +1,4 @@
-"""What clients saw of their requests, and its summary."""
+"""Observations of clients about their requests, and their summary."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one client saw. Times run from when the request was due, so a late send counts as waiting."""
+    """Observations of one client. Times run from when the request was due, so a late send counts as waiting."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     ttft_s: float
-    """Time to the first token; NaN if none came."""
+    """Seconds to the first token; NaN if there was none."""
     e2e_s: float
-    """Time to the end of the stream."""
+    """Seconds to the end of the stream."""
     error: str = ""
     gaps_s: tuple[float, ...] = ()
-    """Between the messages that brought tokens."""
+    """Seconds between messages with tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that the server's prefix cache held."""
+    """Prompt tokens that were in the server's prefix cache."""
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; NaN for fewer than two tokens."""
+        """Seconds per output token after the first; NaN for fewer than two tokens."""
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else float("nan")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A replay in numbers; means and percentiles are over the requests that succeeded."""
+    """Summary of a replay. Means and percentiles are over the requests that succeeded."""
 
     requests: int
     failed: int
@@ -44,25 +44,25 @@ class Summary:
     tpot_p50_s: float
     tpot_p99_s: float
     itl_mean_s: float
-    """Inter-token latency: over all gaps between messages, of all requests together (vLLM's)."""
+    """Inter-token latency over all gaps between messages of all requests, as in vLLM."""
     itl_p50_s: float
     itl_p99_s: float
     e2e_mean_s: float
     e2e_p50_s: float
     e2e_p99_s: float
     seconds: float
-    """From the start of the replay to the end of its last stream."""
+    """Seconds from the start of the replay to the end of its last stream."""
     requests_per_s: float
     output_tokens_per_s: float
     tokens_per_s: float
-    """Prompt and output."""
+    """Prompt and output tokens per second."""
     input_tokens: int
     output_tokens: int
     cached_tokens: int
 
 
 def summarise(measurements: Sequence[Measurement]) -> Summary:
-    """Means and percentiles (linear interpolation); NaN where nothing was measured."""
+    """Return means and percentiles (linear interpolation), with NaN if nothing was measured."""
     good = [m for m in measurements if not m.error]
     seconds = max((m.arrival_s + m.e2e_s for m in measurements), default=float("nan"))
     ttft_mean, ttft_p50, ttft_p99 = _mean_p50_p99([m.ttft_s for m in good])
@@ -105,7 +105,7 @@ def _mean_p50_p99(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Expert tokens counted, and the placement that served them."""
+    """Counted expert tokens, and the placement that served them."""
 
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray

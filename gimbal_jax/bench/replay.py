@@ -1,4 +1,4 @@
-"""Replays a request trace against a running server and measures what its clients see."""
+"""Replay of request traces against a running server, measured by its clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class Call:
-    """One request to send ``arrival_s`` after the start of the replay."""
+    """One request, due ``arrival_s`` seconds after the start of the replay."""
 
     arrival_s: float
     prompt: tuple[int, ...]
@@ -37,7 +37,7 @@ class Call:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Read a CSV with columns arrival_s, input_tokens, output_tokens; ValueError names a bad line."""
+    """Read a CSV with columns arrival_s, input_tokens, output_tokens. Raises ValueError that names a bad line."""
     rows: list[TraceRow] = []
     with path.open(newline="") as file:
         for line, record in enumerate(csv.DictReader(file), start=2):
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
 def scale_trace(
     rows: Sequence[TraceRow], *, seconds: float, input_tokens: float, output_tokens: float
 ) -> tuple[TraceRow, ...]:
-    """Multiply arrivals and lengths; lengths are rounded and stay at least 1."""
+    """Multiply arrivals and lengths. Lengths are rounded and stay at least 1."""
     return tuple(
         TraceRow(
             row.arrival_s * seconds,
@@ -72,9 +72,8 @@ def conversation_topics(
 ) -> tuple[str, ...]:
     """Draw a topic for each of ``count`` requests, so that topics persist (rule: ours).
 
-    ``conversations`` go on side by side, each on one topic. A request belongs to one of
-    them, drawn evenly; after it that conversation ends with probability ``end`` and
-    another on a newly drawn topic takes its place.
+    ``conversations`` run in parallel, each on one topic. A request belongs to a random one of them. After the
+    request, this conversation ends with probability ``end``. A new one on a newly drawn topic then replaces it.
     """
     going = list(rng.choice(topics, conversations))
     drawn = []
@@ -87,12 +86,12 @@ def conversation_topics(
 
 
 OnTokens = Callable[[int], None]
-"""Called with the number of tokens of each message that brings some, as it comes."""
+"""Called with the number of tokens of each message that has tokens, on arrival."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the server says of a request that ended well."""
+    """Token counts that the server reports for a request that succeeded."""
 
     input_tokens: int
     output_tokens: int
@@ -100,7 +99,7 @@ class Usage:
 
 
 class SendFailed(Exception):
-    """A request was refused, broken off or ended too early; the text says how."""
+    """A request was rejected, was aborted or ended too early. The text describes how."""
 
 
 async def open_loop(
@@ -110,10 +109,10 @@ async def open_loop(
     on_done: Callable[[Measurement], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Measurement]:
-    """Send every call when it is due, and wait for all of them; a measurement per call, in order.
+    """Send every call when it is due, wait for all, and return a measurement per call, in order.
 
-    Calls never wait for each other. ``send`` returns at the end of the stream; a ``SendFailed`` becomes that call's
-    ``error``.
+    Calls never wait for each other. ``send`` returns at the end of the stream. A ``SendFailed`` becomes the ``error``
+    of its call.
     """
     start = clock()
 
@@ -157,7 +156,7 @@ async def replay(
     on_done: Callable[[Measurement], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Measurement]:
-    """``open_loop`` through a client. Tokens are drawn at temperature 1, and none ends an output early."""
+    """Run ``open_loop`` through a client. Tokens are sampled at temperature 1, and no token ends an output early."""
 
     async def send(call: Call, on_tokens: OnTokens) -> Usage:
         tokens = cached = 0

@@ -1,4 +1,4 @@
-"""A benchmark's results as tables and as JSON."""
+"""Results of a benchmark as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e"}
 def bench_record(
     surface: Surface, load: LoadConfig, rounds: Sequence[Round], peak_rss_bytes: int | None, version: str
 ) -> dict[str, Any]:
-    """Everything as JSON can hold it: seconds, bytes, null for what is not known."""
+    """Return all results for JSON, in seconds and bytes, with None for unknown values."""
     return _without_nan(
         {
             "version": version,
@@ -37,7 +37,7 @@ def bench_record(
 
 
 def rate_table(rounds: Sequence[Round]) -> Table:
-    """A row for each round, and the medians of each kind."""
+    """Return a table with a row for each round, and the medians of each kind."""
     names = "requests\n/s", "output\ntokens/s", "all\ntokens/s", "cached", "failed", "client\nCPU s", "server\nCPU s"
 
     def cells(r: Round) -> list[str]:
@@ -48,7 +48,7 @@ def rate_table(rounds: Sequence[Round]) -> Table:
 
 
 def latency_table(rounds: Sequence[Round]) -> Table:
-    """A row for each round, and the medians of each kind: mean, p50 and p99 in milliseconds."""
+    """Return a table of mean, p50 and p99 in milliseconds, by round and as medians of each kind."""
     names = [f"{name}, ms\nmean/p50/p99" for name in LATENCIES]
     return _rounds_table(names, rounds, lambda r: _latencies(vars(r.summary)), _latencies)
 
@@ -86,7 +86,7 @@ def _latencies(summary: Mapping[str, float]) -> list[str]:
 
 
 def profile_table(kind: str, phases: Sequence[PhaseTimes]) -> Table:
-    """The parts of the server's ticks."""
+    """Return a table of the parts of the server's ticks."""
     table = _table(f"ms of a tick, {kind}", "mean", "p50", "p99", "share")
     tick = math.fsum(phase.mean_s for phase in phases)
     for phase in phases:
@@ -97,12 +97,12 @@ def profile_table(kind: str, phases: Sequence[PhaseTimes]) -> Table:
 
 
 def last_profiles(rounds: Sequence[Round]) -> dict[str, tuple[PhaseTimes, ...]]:
-    """Of each kind's last round."""
+    """Return the profile of the last round of each kind, without warm-up."""
     return {r.kind: r.phases for r in rounds if r.phases and r.kind != "warmup"}
 
 
 def _medians(rounds: Sequence[Round]) -> dict[Kind, dict[str, float]]:
-    """Of each kind of counted rounds."""
+    """Return the median summary of each kind of counted rounds."""
     counted = [r for r in rounds if r.kind != "warmup"]
     kinds = dict.fromkeys(r.kind for r in counted)
     return {kind: median_summary([r.summary for r in counted if r.kind == kind]) for kind in kinds}

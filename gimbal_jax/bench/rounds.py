@@ -1,4 +1,4 @@
-"""A benchmark of a running server: rounds of requests through one of its surfaces."""
+"""A benchmark of a running server: rounds of requests through its gRPC or HTTP surface."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ from gimbal_jax.serving.engine.meters import PhaseTimes
 Kind = Literal["warmup", "offline", "online"]
 Progress = Callable[[int, int], None]
 SHARE = 0.7
-"""Of capacity, for an online load that names neither rate nor share."""
+"""Share of capacity for an online load without a rate or a share."""
 
 
 @dataclass(frozen=True)
 class Surface:
-    """Where requests go, and how."""
+    """Address of the server, and the way in which requests travel to it."""
 
     name: Literal["grpc", "http"]
     address: str
     model: str
     prompts: str
-    """What they are, in words."""
+    """Description of the prompts for the report."""
     token_ids: np.ndarray
-    """Those that prompts are made of."""
+    """Token ids that prompts are drawn from."""
     send: Send
     phases: Callable[[], Awaitable[tuple[PhaseTimes, ...]]] | None = None
-    """Asks for the server's profile, where the surface has it."""
+    """Function that fetches the server's profile; None if the surface has no profile."""
     pid: int | None = None
-    """Of the server, where it is our child."""
+    """Process id of the server; None if it is not our child."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One load, measured."""
+    """One round of requests with its measurements."""
 
     kind: Kind
     number: int
     rate: float | None
-    """Requests per second that came; None if all came at once."""
+    """Requests per second that were due; None if all were due at 0."""
     summary: Summary
     client_cpu_s: float
-    """CPU time of this process, which the server may have missed."""
+    """CPU time of this process, which may have taken it from the server."""
     server_cpu_s: float | None
-    """CPU time of the server, without its gateway; None where it is not our child."""
+    """CPU time of the server, without its gateway; None if it is not our child."""
     phases: tuple[PhaseTimes, ...]
-    """The server's profile after it; empty if it was not asked for."""
+    """Profile of the server after the round; empty if none was requested."""
     errors: tuple[str, ...]
-    """The texts of its failures, each once."""
+    """The different error texts of failed requests."""
 
 
 @contextlib.asynccontextmanager
 async def grpc_surface(target: str, pid: int | None = None) -> AsyncIterator[Surface]:
-    """Raises ClientError where there is no server that answers."""
+    """Yield the gRPC surface of a running server. Raises ClientError if no server answers."""
     async with GimbalClient(target) as client:
         try:
             info = await client.engine.GetModelInfo(pb.GetModelInfoRequest())
@@ -76,7 +76,7 @@ async def grpc_surface(target: str, pid: int | None = None) -> AsyncIterator[Sur
             raise ClientError(error.code(), error.details() or "") from error
 
         async def phases() -> tuple[PhaseTimes, ...]:
-            return (await client.status()).phases
+            return (await client.status()).steps.phases
 
         words = await _words(client)
         special = {*info.eos_token_ids, info.pad_token_id}
@@ -87,7 +87,7 @@ async def grpc_surface(target: str, pid: int | None = None) -> AsyncIterator[Sur
 
 
 async def _words(client: GimbalClient) -> dict[int, str]:
-    """Empty where the server has no tokenizer."""
+    """Return words of one token by token id, empty if the server has no tokenizer."""
     try:
         tokenizer = await client.tokenizer()
     except ClientError as error:
@@ -98,7 +98,7 @@ async def _words(client: GimbalClient) -> dict[int, str]:
 
 
 async def http_surface(url: str, tokenizer_json: str, pid: int | None = None) -> Surface:
-    """Raises SendFailed where there is no server that names a model, ValueError for a url or tokenizer of no use."""
+    """Return the HTTP surface. Raises SendFailed if no server names a model, ValueError for a bad url or tokenizer."""
     words = one_token_words(tokenizer_json)
     model = await http_model(url)
     send = http_send(url, model, words)
@@ -107,14 +107,14 @@ async def http_surface(url: str, tokenizer_json: str, pid: int | None = None) ->
 
 @dataclass(frozen=True)
 class Rate:
-    """How online requests come: so many per second, or as a share of what offline rounds just before reached."""
+    """Rate of online requests: per second, or as a share of the rate that the offline rounds before reached."""
 
     value: float
     of_capacity: bool
 
 
 def rate_of(load: Literal["offline", "online"], rate: float | None, share: float | None) -> Rate | None:
-    """None for an offline load; raises ValueError that names the flag."""
+    """Return the rate of an online load, None for an offline load. Raises ValueError that names the flag."""
     if load == "offline":
         if rate is not None or share is not None:
             raise ValueError("--rate and --share are for --load online")
@@ -135,9 +135,9 @@ async def measure(
     profile: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Round]:
-    """All rounds, in order: warm-up, offline ones unless the rate is known, and online ones if there is a rate.
+    """Run all rounds and return them in order: warm-up, offline unless the rate is known, online if there is a rate.
 
-    There are no online rounds at a share of what offline rounds could not serve.
+    If ``rate`` is a share of capacity and the offline rounds served no request, no online round runs.
     """
     lengths = lengths_of(load)
     offline = rate is None or rate.of_capacity
@@ -188,6 +188,6 @@ def _cpu(surface: Surface) -> float | None:
 
 
 def median_summary(summaries: Sequence[Summary]) -> dict[str, float]:
-    """The median of every field by itself, of the rounds where it is a number."""
+    """Return the median of each field, over the rounds in which it is not NaN."""
     values = {name: [v for s in summaries if not math.isnan(v := getattr(s, name))] for name in Summary.__annotations__}
     return {name: float(median(known)) if known else float("nan") for name, known in values.items()}

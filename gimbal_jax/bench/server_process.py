@@ -1,4 +1,4 @@
-"""``gimbal serve`` as a process of its own, for whoever puts load on it."""
+"""``gimbal serve`` as a child process, for code that sends load to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that serves."""
+    """A server that is ready for requests."""
 
     target: str
     """Its gRPC address, HOST:PORT."""
@@ -33,9 +33,9 @@ class RunningServer:
 async def running_server(
     model: str | Path, options: Sequence[str], log: Path, start_timeout_s: float = START_TIMEOUT_S
 ) -> AsyncIterator[RunningServer]:
-    """A server that serves; afterwards it is told to stop, and must exit with 0. Its output goes to ``log``.
+    """Yield a server that is ready. On exit it gets SIGTERM, and must exit with 0. Its output goes to ``log``.
 
-    Raises ChildProcessError if it does not serve in time, or fails to stop.
+    Raises ChildProcessError if it is not ready in time, or does not stop in order.
     """
     port = free_port()
     target = f"127.0.0.1:{port}"
@@ -58,9 +58,9 @@ async def running_server(
 
 
 async def until_serving(target: str, processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Returns when the server of these processes serves. Raises ChildProcessError if one ends, or the time is over.
+    """Return when the server of these processes is ready. Raises ChildProcessError if one ends, or at the timeout.
 
-    A new connection each time, since a refused one waits before it retries.
+    Each try uses a new connection, because gRPC waits before it retries a failed one.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -79,7 +79,7 @@ def _end_of(log: Path) -> str:
 
 
 def peak_rss_bytes(pid: int) -> int | None:
-    """Most memory that the process ever had in RAM; None on systems without ``/proc``."""
+    """Return the peak resident memory of a process in bytes; None on systems without ``/proc``."""
     path = Path("/proc", str(pid), "status")
     if not path.exists():
         return None
@@ -87,10 +87,10 @@ def peak_rss_bytes(pid: int) -> int | None:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time of the process so far, all threads; None on systems without ``/proc``."""
+    """Return the CPU seconds of all threads of a process so far; None on systems without ``/proc``."""
     path = Path("/proc", str(pid), "stat")
     if not path.exists():
         return None
-    # What follows the program's name, which may hold blanks: fields 14 and 15 are its time in user and kernel mode.
+    # The program's name may contain blanks, so split after it. Fields 14 and 15 are user and kernel time.
     fields = path.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

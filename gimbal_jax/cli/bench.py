@@ -22,7 +22,7 @@ from gimbal_jax.bench.replay import SendFailed
 from gimbal_jax.bench.report import last_profiles, latency_table, profile_table, rate_table
 from gimbal_jax.bench.rounds import Rate, Round, Surface, grpc_surface, http_surface, measure
 from gimbal_jax.bench.server_process import peak_rss_bytes, running_server
-from gimbal_jax.cli.terminal import console, errors_said, print_table, progress_bar
+from gimbal_jax.cli.terminal import console, print_table, progress_bar, report_errors
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.client.records import ClientError
 from gimbal_jax.serving.network.ports import free_port
@@ -30,25 +30,30 @@ from gimbal_jax.version import __version__
 
 
 def bench(
-    model: Annotated[str | None, typer.Argument(help="Folder or hub id: serve it here, measure, stop.")] = None,
-    target: Annotated[str | None, typer.Option(help="HOST:PORT of a server that runs: measure gRPC.")] = None,
-    url: Annotated[str | None, typer.Option(help="http://HOST:PORT of one: measure OpenAI's /v1/completions.")] = None,
-    surface: Annotated[Literal["grpc", "http"], typer.Option(help="What to measure of MODEL's server.")] = "grpc",
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id of a model to serve here, measure and stop.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="HOST:PORT of a running server, to measure gRPC.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="http://HOST:PORT of a running server, to measure OpenAI's /v1/completions.")
+    ] = None,
+    surface: Annotated[Literal["grpc", "http"], typer.Option(help="Surface of MODEL's server to measure.")] = "grpc",
     serve_option: Annotated[
-        list[str] | None, typer.Option(help='Options of `gimbal serve` for MODEL, as "--dp 2 --tp 2".')
+        list[str] | None, typer.Option(help='Options of `gimbal serve` for MODEL, such as "--dp 2 --tp 2".')
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="With --url: tokenizer.json of its model, to make prompts of known length.")
+        Path | None,
+        typer.Option(help="With --url: tokenizer.json of the server's model, to make prompts of known length."),
     ] = None,
     load: Annotated[
-        Literal["offline", "online"], typer.Option(help="All requests at once, or as they come (Poisson).")
+        Literal["offline", "online"], typer.Option(help="offline: all requests at once. online: Poisson arrivals.")
     ] = "offline",
     rate: Annotated[float | None, typer.Option(help="Requests per second of an online load.")] = None,
     share: Annotated[
         float | None,
-        typer.Option(help="Or the rate as a share of what offline rounds just before reached; default 0.7."),
+        typer.Option(help="Online rate as a share of the rate that the offline rounds before reached; default 0.7."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Of a round.")] = 32,
+    requests: Annotated[int, typer.Option(help="Requests of a round.")] = 32,
     input_len: Annotated[int | None, typer.Option(help="Prompt tokens; with a trace their mean. Default 128.")] = None,
     output_len: Annotated[int | None, typer.Option(help="Output tokens; with a trace their mean. Default 64.")] = None,
     trace: Annotated[
@@ -60,18 +65,18 @@ def bench(
         ),
     ] = None,
     shared_prefix: Annotated[
-        float, typer.Option(help="Share of each prompt that all have in common, as 0.75; else no two begin alike.")
+        float, typer.Option(help="Share of each prompt that is a prefix common to all, such as 0.75; default none.")
     ] = 0.0,
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Offline rounds before, which are not counted.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    warmup: Annotated[int, typer.Option(help="Offline warm-up rounds, which are not counted.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Show what the host does in a step; not with --url.")
+        bool, typer.Option("--profile", help="Show the host's time in the parts of a step; not with --url.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
 ) -> None:
-    """Measure a server through its gRPC or HTTP surface: latencies as clients see them, and throughput."""
-    with errors_said():
+    """Measure a server through its gRPC or HTTP surface: latencies of clients, and throughput."""
+    with report_errors():
         from gimbal_jax.bench.load import LoadConfig
         from gimbal_jax.bench.report import bench_record
         from gimbal_jax.bench.rounds import rate_of
@@ -80,7 +85,7 @@ def bench(
         config = LoadConfig(requests, input_len, output_len, trace, shared_prefix, rounds, warmup, seed)
         arrivals = rate_of(load, rate, share)
         if json_file is not None:
-            json_file.touch()  # rather than find out at the end
+            json_file.touch()  # an error here costs less than after the measurement
         where, measured, peak = run_bench(place, config, arrivals, profile=profile)
         show(where, measured, peak)
         if json_file is not None:
@@ -90,7 +95,7 @@ def bench(
 
 @dataclass(frozen=True)
 class Place:
-    """The server: one that runs, by gRPC or HTTP, or one of our own. Raises ValueError that names the flag."""
+    """The server to measure: a running one, by gRPC or HTTP, or our own. Raises ValueError that names the flag."""
 
     model: str | None = None
     target: str | None = None
@@ -111,13 +116,13 @@ class Place:
 def run_bench(
     place: Place, load: LoadConfig, rate: Rate | None, *, profile: bool
 ) -> tuple[Surface, list[Round], int | None]:
-    """What was measured where, and the most memory that a server of our own had.
+    """Return the surface, the measured rounds, and the peak memory of our own server in bytes (None for another).
 
-    Raises ValueError or OSError for what the user can mend, ConnectionError where the server does not answer.
+    Raises ValueError or OSError for errors that the user can correct, ConnectionError if the server does not answer.
     """
     if profile and place.url is not None:
         raise ValueError("--profile needs gRPC: give --target or a MODEL instead of --url")
-    lengths_of(load)  # what is wrong with a trace is said before a server starts
+    lengths_of(load)  # errors in a trace are reported before a server starts
 
     async def run() -> tuple[Surface, list[Round], int | None]:
         async with open_surface(place) as surface:
@@ -136,7 +141,7 @@ def run_bench(
 
 @contextlib.asynccontextmanager
 async def open_surface(place: Place) -> AsyncIterator[Surface]:
-    """That of a running server, or of our own, which stops at the end."""
+    """Yield the surface of a running server, or of our own server, which stops at the end."""
     if place.target is not None:
         async with grpc_surface(place.target) as surface:
             yield surface
@@ -165,7 +170,7 @@ async def _own_server(place: Place, stack: contextlib.AsyncExitStack) -> Surface
 
 
 def show(surface: Surface, rounds: Sequence[Round], peak: int | None) -> None:
-    """Tables and facts on stdout, errors on stderr."""
+    """Print tables and facts on stdout, and errors of requests on stderr."""
     out = Console()
     print_table(rate_table(rounds))
     print_table(latency_table(rounds))

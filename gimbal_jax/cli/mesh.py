@@ -1,4 +1,4 @@
-"""The ``gimbal mesh`` commands: plan a mesh, check it by compiling for it, and show what its devices hold."""
+"""The ``gimbal mesh`` commands: plan a mesh, check it by compiling for it, and show its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from gimbal_jax.cli.terminal import console, errors_said, fail, print_table, progress_bar
+from gimbal_jax.cli.terminal import console, fail, print_table, progress_bar, report_errors
 from gimbal_jax.config import (
     GPU_ENGINE,
     MEMORY_UTILISATION,
@@ -25,13 +25,13 @@ from gimbal_jax.config import (
 )
 
 if TYPE_CHECKING:
-    from gimbal_jax.planning.plan import MeshPlan, PlanRequest, Refused
+    from gimbal_jax.planning.plan import MeshPlan, PlanRequest, Rejected
 
 mesh_app = typer.Typer(no_args_is_help=True, help="Plan a mesh of GPUs before renting one, and look into it.")
 
 Model = Annotated[
     str,
-    typer.Argument(help="Checkpoint folder, or a published model by name or hub id, as Qwen3-30B-A3B."),
+    typer.Argument(help="Checkpoint folder, or a published model by name or hub id, such as Qwen3-30B-A3B."),
 ]
 Gpus = Annotated[
     str,
@@ -67,7 +67,7 @@ def plan(
     request_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a request, prompt and output.")] = 2000,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens among them.")] = 200,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"], typer.Option(help="Of weights and cache; auto is the model's own.")
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Type of weights and cache; auto is the model's own.")
     ] = "auto",
     exchange: Annotated[Exchange, typer.Option(help="How tokens travel to experts.")] = "gather",
     placement: Annotated[
@@ -78,8 +78,8 @@ def plan(
     command: Annotated[bool, typer.Option("--command", help="Print the `gimbal serve` command, nothing else.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """List every mesh of these GPUs for MODEL: what fits, what it costs, and which one to take."""
-    with errors_said():
+    """List every mesh of these GPUs for MODEL, with what fits and what it costs, and recommend one."""
+    with report_errors():
         from gimbal_jax.planning import plan_report as report
         from gimbal_jax.planning.hardware import parse_gpus, parse_link
         from gimbal_jax.planning.models import find_model
@@ -110,11 +110,7 @@ def plan(
             nodes=nodes,
             link=network,
         )
-        plans = [one for one in plan_meshes(request) if one.mesh.dp == (dp or one.mesh.dp)]
-        plans = [one for one in plans if one.mesh.tp == (tp or one.mesh.tp)]
-        if not plans:
-            asked = f"--dp {dp}" * (dp is not None) + f" --tp {tp}" * (tp is not None)
-            raise ValueError(f"{asked.strip()}: no mesh of {count} GPUs has it; dp * tp must be {count}")
+        plans = _of_size(plan_meshes(request), dp, tp)
         best = recommended(plans)
         if command and best is not None:
             _print_commands(known.source, request, best)
@@ -124,6 +120,16 @@ def plan(
             _print_plan(known.name, request, plans)
         if best is None:
             fail(report.nothing_fits(request, plans))
+
+
+def _of_size(plans: Sequence[MeshPlan | Rejected], dp: int | None, tp: int | None) -> list[MeshPlan | Rejected]:
+    """Return the plans with this dp and tp; None takes all. ValueError if there is none."""
+    chosen = [one for one in plans if one.mesh.dp == (dp or one.mesh.dp) and one.mesh.tp == (tp or one.mesh.tp)]
+    if not chosen:
+        asked = f"--dp {dp}" * (dp is not None) + f" --tp {tp}" * (tp is not None)
+        count = plans[0].mesh.ranks
+        raise ValueError(f"{asked.strip()}: no mesh of {count} GPUs has it; dp * tp must be {count}")
+    return chosen
 
 
 def _model_len(asked: int | None, request_tokens: int, most: int) -> int:
@@ -143,12 +149,12 @@ def _print_commands(source: str, request: PlanRequest, best: MeshPlan) -> None:
 
     commands = serve_commands(source, request, best.mesh)
     if len(commands) > 1:
-        print(f"# one a node; put what is yours in place of {COORDINATOR} and {SECRET_FILE}")
+        print(f"# one a node; replace {COORDINATOR} and {SECRET_FILE} by your own")
     for words in commands:
         print(shlex.join(words))
 
 
-def _print_plan(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> None:
+def _print_plan(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> None:
     """Print the table and its notes."""
     from gimbal_jax.planning import plan_report as report
     from gimbal_jax.planning.plan import recommended
@@ -177,7 +183,7 @@ def check(
 
     No GPU is needed, but XLA's CUDA compiler, and JAX_PLATFORMS=cpu: see docs/cuda.md.
     """
-    with errors_said():
+    with report_errors():
         from gimbal_jax.planning.check import check_plan, row, server_config, table
         from gimbal_jax.planning.hardware import parse_gpus
         from gimbal_jax.planning.models import find_model
@@ -212,10 +218,10 @@ def show(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the devices are spread over, in order.")] = 1,
     placement_file: Annotated[Path | None, typer.Option(help="Experts by this .npz file, else contiguous.")] = None,
     layer: Annotated[int, typer.Option(min=0, help="MoE layer, from 0, whose experts are shown.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Picture of it to write.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File to write a picture of the mesh to.")] = None,
 ) -> None:
     """Show the part of MODEL that each device of a mesh holds."""
-    with errors_said():
+    with report_errors():
         from gimbal_jax.planning.models import find_model
         from gimbal_jax.planning.picture import draw_mesh
         from gimbal_jax.planning.show import shard_table, shards

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gimbal_jax.cli.terminal import console, errors_said, print_table
+from gimbal_jax.cli.terminal import console, print_table, report_errors
 from gimbal_jax.config import DispatchConfig, Exchange, MeshConfig, PlacementConfig, QueueConfig
 from gimbal_jax.simulation.cost_sets import CostSet
 from gimbal_jax.simulation.routing import BALANCED, RoutingConfig
@@ -28,22 +28,23 @@ _SYNTHETIC = RoutingConfig()
 
 
 def simulate(
-    system: Annotated[str, typer.Option(help="What serves; --list-systems tells them.")] = Scenario.system,
+    system: Annotated[str, typer.Option(help="System to simulate; --list-systems lists all.")] = Scenario.system,
     list_systems: Annotated[bool, typer.Option("--list-systems", help="List the systems, run nothing.")] = False,
     model: Annotated[
-        str, typer.Option(help="A published model; prices of others than the default follow by rules.")
+        str, typer.Option(help="A published model. Prices of models other than the default follow by rules.")
     ] = Scenario.model,
-    costs: Annotated[CostSet, typer.Option(help="What steps cost; see docs/results.md.")] = Scenario.costs,
+    costs: Annotated[CostSet, typer.Option(help="Prices of steps; see docs/simulation.md.")] = Scenario.costs,
     lengths: Annotated[
         Lengths, typer.Option(help="Real requests of a trace, or BurstGPT's in one of the paper's five shapes.")
     ] = WorkloadConfig.lengths,
-    requests: Annotated[int, typer.Option(min=1, help="How many come.")] = WorkloadConfig.requests,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = WorkloadConfig.requests,
     rate: Annotated[float | None, typer.Option(help=f"Requests per second; default {WorkloadConfig.rate:g}.")] = None,
     share_of_capacity: Annotated[
-        float | None, typer.Option(help="The rate as a share of what `vllm` sustains in this scenario, as 0.8.")
+        float | None,
+        typer.Option(help="Rate as a share of the rate that `vllm` sustains in this scenario, such as 0.8."),
     ] = None,
     arrivals: Annotated[
-        Arrivals, typer.Option(help="When they come; trace: as in the trace, at-once: all at 0.")
+        Arrivals, typer.Option(help="Arrival times. trace: as in the trace, at-once: all at 0.")
     ] = WorkloadConfig.arrivals,
     burstiness: Annotated[
         float, typer.Option(help="Coefficient of variation of the gaps of bursty arrivals; 1 is Poisson.")
@@ -51,7 +52,7 @@ def simulate(
     token_budget: Annotated[int, typer.Option(min=1, help="Most tokens per engine and step.")] = Scenario.token_budget,
     max_rows: Annotated[int, typer.Option(min=1, help="Most requests per engine at once.")] = Scenario.max_rows,
     kv_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in each engine's KV cache; `gimbal mesh plan` says how many fit.")
+        int, typer.Option(min=1, help="Tokens in each engine's KV cache; `gimbal mesh plan` prints how many fit.")
     ] = Scenario.kv_tokens,
     dp: Annotated[int, typer.Option(min=1, help="DP engines.")] = Scenario.mesh.dp,
     tp: Annotated[
@@ -69,21 +70,21 @@ def simulate(
         float | None, typer.Option(help="Chance that a request has its engine's topic; default 0.")
     ] = None,
     trend: Annotated[
-        float | None, typer.Option(help="Chance that another request has the topic in fashion; default 0.")
+        float | None, typer.Option(help="Chance that any other request has the topic in fashion; default 0.")
     ] = None,
     trend_s: Annotated[
-        float, typer.Option(help="Seconds that a fashion and an engine's topic last, or a window of a counts file.")
+        float, typer.Option(help="Seconds that a fashion, an engine's topic, or a window of a counts file lasts.")
     ] = _SYNTHETIC.trend_s,
-    seed: Annotated[int, typer.Option(min=0, help="Of router, requests and run.")] = Scenario.seed,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of router, requests and run.")] = Scenario.seed,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Append the scenario and its results to this file, as a line of JSON.")
     ] = None,
 ) -> None:
-    """Simulate a system that serves on H100s: the real scheduler, on kernel times measured for Qwen3-30B-A3B."""
+    """Simulate a system that serves on H100s, with the real scheduler and kernel times measured for Qwen3-30B-A3B."""
     if list_systems:
         print_table(systems_table())
         return
-    with errors_said():
+    with report_errors():
         if system not in SYSTEMS:
             raise ValueError(f"--system {system}: must be one of {', '.join(SYSTEMS)}")
         if rate is not None and share_of_capacity is not None:
@@ -127,7 +128,7 @@ def simulate(
 def _routing(
     how: str, topics: int | None, persistence: float | None, trend: float | None, trend_s: float
 ) -> tuple[RoutingConfig, str | None]:
-    """The router's settings, and the counts file to route by."""
+    """Return the router's settings, and the counts file to route by, None for a synthetic router."""
     given = {"topics": topics, "persistence": persistence, "trend": trend}
     known = {name: value for name, value in given.items() if value is not None}
     if how == "synthetic":
@@ -141,7 +142,7 @@ def _routing(
 
 @contextmanager
 def _progress(requests: int) -> Iterator[OnDone]:
-    """A bar of requests that are done, with the time that it is in the simulation, and how fast that goes."""
+    """Show a progress bar of finished requests, with the simulated time and the speed. Yield its ``on_done``."""
     columns = (
         TextColumn("simulating"),
         BarColumn(),
@@ -157,7 +158,7 @@ def _progress(requests: int) -> Iterator[OnDone]:
 
 
 def systems_table() -> Table:
-    """Every system in words."""
+    """Return a table of all systems and their descriptions."""
     table = Table()
     table.add_column("system", no_wrap=True)
     table.add_column("what it is")
@@ -167,7 +168,7 @@ def systems_table() -> Table:
 
 
 def result_table(record: dict[str, Any]) -> Table:
-    """What came of a run."""
+    """Return the results of a run as a table."""
     clients = record["clients"]
     table = Table("", title=f"{record['scenario']['system']}: simulated, not measured")
     table.add_column("mean", justify="right")
@@ -201,7 +202,7 @@ def result_table(record: dict[str, Any]) -> Table:
 
 
 def scenario_lines(scenario: Scenario, share: float | None) -> list[str]:
-    """The configuration, in words. ``share`` is what the rate is of the capacity, if it was given so."""
+    """Describe the configuration. ``share`` is the rate as a share of capacity, None if the rate was given directly."""
     work, mesh = scenario.workload, scenario.mesh
     at = "" if work.arrivals == "at-once" else f" at {work.rate:.4g}/s"
     of_capacity = "" if share is None else f", {share:.0%} of the capacity of vllm"

@@ -20,7 +20,7 @@ from rich.text import Text
 console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 LINE_S = 10.0
-"""Seconds between two progress lines where stderr is not a terminal."""
+"""Seconds between two progress lines if stderr is not a terminal."""
 WIDEST_TABLE = 10_000
 """Columns of a terminal that no table of ours needs."""
 
@@ -93,7 +93,7 @@ def print_table(table: Table) -> None:
 
 
 @contextmanager
-def errors_said() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Print errors that the user can correct as one line, and end the command; other errors get a traceback."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The client's connection: TLS, and an API key that goes with every call."""
+"""The client's gRPC channel: TLS, and an API key with every call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ OPTIONS = [("grpc.max_receive_message_length", 64 * 2**20)]
 def open_channel(
     target: str, api_key: str | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
 ) -> grpc.aio.Channel:
-    """TLS where a certificate is given, else plain. Raises OSError where a file cannot be read, and ValueError."""
+    """Open a channel, with TLS if a certificate is given.
+
+    Raises OSError for a file that cannot be read, and ValueError for half a certificate.
+    """
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("tls_cert and tls_key go together")
     interceptors = None if api_key is None else [_WithKey(api_key), _StreamWithKey(api_key)]
@@ -26,6 +29,8 @@ def open_channel(
 
 
 class _Key:
+    """The authorization metadata of an API key."""
+
     def __init__(self, api_key: str) -> None:
         self._authorization = ("authorization", f"Bearer {api_key}")
 
@@ -34,7 +39,7 @@ class _Key:
         return details._replace(metadata=metadata)
 
 
-# gRPC asks for an interceptor of each kind of call, and takes no more than one kind from each.
+# gRPC needs one interceptor for each kind of call, and one class cannot serve two kinds.
 class _WithKey(_Key, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self,

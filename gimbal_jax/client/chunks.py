@@ -1,4 +1,4 @@
-"""What the client makes of the server's answers: chunks with their text."""
+"""Chunks of the client from messages of the server, with their text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gimbal_jax.serving.text.tokenizer import Tokenizer
 
 
 def new_text(params: pb.SamplingParams, tokenizer: Tokenizer) -> OutputText:
-    """For the text of one output of a request; it ends where the server ends the output."""
+    """Return the text of one output of a request. It ends where the server ends the output."""
     return OutputText(
         tokenizer.decoder(params.skip_special_tokens),
         tuple(params.stop),
@@ -23,10 +23,13 @@ def new_text(params: pb.SamplingParams, tokenizer: Tokenizer) -> OutputText:
 
 
 def chunk_of(response: pb.GenerateResponse, stream: bool, texts: Sequence[OutputText] | None) -> Chunk:
-    """``texts`` holds the text so far of each output; None gives chunks without text."""
+    """Return the chunk of a message.
+
+    ``texts`` holds the text so far of each output, and grows; None gives chunks without text.
+    """
     is_complete = response.WhichOneof("response") == "complete"
     message = response.complete if is_complete else response.chunk
-    # The final message of a stream repeats what the chunks have brought.
+    # The last message of a stream repeats all tokens, which the chunks have brought already.
     is_news = not (is_complete and stream)
     token_ids = () if not is_news else tuple(message.output_ids if is_complete else message.token_ids)
     text = ""
@@ -50,7 +53,7 @@ def chunk_of(response: pb.GenerateResponse, stream: bool, texts: Sequence[Output
 
 
 def _prompt_logprobs(message: pb.InputLogProbs) -> tuple[TokenLogprobs, ...]:
-    # The first token has none.
+    # The first prompt token has no log probability.
     return _logprobs([entry.value for entry in message.token_logprobs], message)[1:]
 
 

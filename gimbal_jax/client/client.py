@@ -1,4 +1,4 @@
-"""A small asyncio client: text or tokens in, chunks out, and what the control service knows.
+"""An asyncio client: it sends text or token ids, yields chunks, and reads the state of the server.
 
 async with GimbalClient("127.0.0.1:50051") as client:
     async for chunk in client.generate("Once upon a time", max_tokens=32):
@@ -13,9 +13,8 @@ import hashlib
 import io
 import zipfile
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import grpc
 import numpy as np
@@ -26,6 +25,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from gimbal_jax.client.channel import open_channel
 from gimbal_jax.client.chunks import chunk_of, new_text
+from gimbal_jax.client.options import SamplingOptions, generate_request
 from gimbal_jax.client.records import (
     ERRORS,
     Chunk,
@@ -40,18 +40,23 @@ from gimbal_jax.protos import control_pb2, control_pb2_grpc
 from gimbal_jax.scheduler.counts_file import save_counts
 from gimbal_jax.scheduler.dispatch_decision import Decision, DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import PRIORITY_KEY
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.serving.text.tokenizer import FILES, Tokenizer
 
 
 class GimbalClient:
-    """One connection. ``engine`` and ``control`` are the raw stubs, for calls that have no method here.
+    """A connection to one server, to use as ``async with``.
 
-    ``api_key`` goes with every call. With ``tls_ca``, the PEM of the authority that signed the server's certificate,
-    the connection is TLS; ``tls_cert`` and ``tls_key`` are the client's own, for mutual TLS.
-    Every method raises a ClientError where the call fails.
+    target: ``host:port`` of the server's gRPC port.
+    api_key: key that is sent with every call; None for a server without keys.
+    tls_ca: PEM file of the authority that signed the server's certificate; None for a connection without TLS.
+    tls_cert, tls_key: PEM files of the client's own certificate and key, for mutual TLS; both or none.
+
+    The constructor raises ValueError for half a certificate and OSError for a file that cannot be read.
+    Every method raises a ClientError if its call fails (``client.records``): Unavailable without a server,
+    Unauthenticated without a valid key, Unsupported for a method that the server does not have.
+    ``engine`` and ``control`` are the gRPC stubs, for calls that have no method here.
     """
 
     def __init__(
@@ -80,75 +85,32 @@ class GimbalClient:
         prompt: str | None = None,
         *,
         token_ids: Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        min_tokens: int = 0,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
-        n: int = 1,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        stop: Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        json_schema: str | None = None,
-        regex: str | None = None,
-        choice: Sequence[str] | None = None,
         stream: bool = True,
         request_id: str = "",
         engine: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Chunk]:
-        """Yield chunks, the last of each output with a finish_reason; one chunk for each if not ``stream``.
+        """Yield the chunks of a request's outputs; the last chunk of each output has a finish_reason.
 
-        The prompt is a text or token ids. The parameters are vLLM's. ``engine`` pins the request to one. Lower
-        ``priority`` runs first, where the server orders by it. Leaving the iteration (``aclose``) cancels the request.
+        Leaving the iteration (``aclose``) cancels the request and frees its memory.
+
+        prompt, token_ids: the prompt as text or as token ids, exactly one of them. Chunks have text only for a text.
+        stream: whether chunks come as tokens do; False gives one chunk for each output.
+        request_id: id for ``abort`` and logs, at most 256 characters; empty lets the server choose one.
+        engine: index of the engine to run on; None leaves the choice to the server.
+        priority: in [-100, 100], lower runs first; other values than 0 need a server with ``--queue priority``.
+        timeout_s: seconds until the request ends with DeadlineExceeded; None waits without limit.
+        sampling: see ``SamplingOptions``.
+
+        Raises ValueError for a missing prompt or an unknown option, InvalidRequest for a value out of range,
+        AlreadyRunning for a request_id in use, Overloaded for a full queue, Unavailable for a server that warms up,
+        drains or stops, and ClientError with code INTERNAL if the engine fails the request.
         """
-        if (prompt is None) == (token_ids is None):
-            raise ValueError("give either prompt or token_ids")
-        params = pb.SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            repetition_penalty=repetition_penalty,
-            n=n,
-            seed=seed,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            logit_bias=logit_bias,
-            stop=stop,
-            include_stop_str_in_output=include_stop_str_in_output,
-            stop_token_ids=stop_token_ids,
-            skip_special_tokens=True,  # as the text is decoded here
-            ignore_eos=ignore_eos,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            json_schema=json_schema,
-            regex=regex,
-            choice=None if choice is None else pb.ChoiceConstraint(choices=choice),
-        )
-        request = pb.GenerateRequest(
-            request_id=request_id,
-            text=prompt,
-            tokenized=None if token_ids is None else pb.TokenizedInput(input_ids=token_ids),
-            sampling_params=params,
-            stream=stream,
-            data_parallel_rank=engine,
-        )
-        texts = None if prompt is None else [new_text(params, await self.tokenizer()) for _ in range(n)]
+        request = generate_request(prompt, token_ids, stream, request_id, engine, **sampling)
+        params = request.sampling_params
+        texts = None if prompt is None else [new_text(params, await self.tokenizer()) for _ in range(params.n or 1)]
         metadata = ((PRIORITY_KEY, str(priority)),) if priority else None
         call = self.engine.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
@@ -166,10 +128,14 @@ class GimbalClient:
         template_variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[Chunk]:
-        """Like ``generate``, for a conversation in OpenAI's form, rendered here with the model's chat template.
+        """Yield the chunks of answers to a conversation, which the client renders with the model's chat template.
 
-        ``tools`` are in OpenAI's form. ``template_variables`` go to the template, such as {"enable_thinking": False}.
-        Raises ValueError if there are no messages, no template, or the template rejects the messages.
+        messages, tools: messages and tools in OpenAI's form.
+        template_variables: variables for the template, such as {"enable_thinking": False}.
+        options: the keywords of ``generate``.
+
+        Raises ValueError if there are no messages or no template, or if the template rejects the messages.
+        Other errors are those of ``generate``.
         """
         if not messages:
             raise ValueError("messages must hold at least one message")
@@ -181,11 +147,15 @@ class GimbalClient:
                 yield chunk
 
     async def abort(self, *request_ids: str) -> None:
+        """End requests with finish_reason "abort". Unknown ids are ignored."""
         with _client_errors():
             await self.engine.Abort(pb.AbortRequest(request_ids=request_ids))
 
     async def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, fetched once."""
+        """Return the model's tokenizer, fetched once per connection.
+
+        Raises ClientError with code NOT_FOUND if the model has none, and DATA_LOSS if the download is damaged.
+        """
         if self._tokenizer is None:
             with _client_errors():
                 chunks = [chunk async for chunk in self.engine.GetTokenizer(common_pb2.GetTokenizerRequest())]
@@ -198,38 +168,49 @@ class GimbalClient:
         return self._tokenizer
 
     async def is_serving(self) -> bool:
-        """False while the server warms up or drains. Raises Unavailable where there is none."""
+        """Return whether the server takes requests: False while it warms up or drains.
+
+        Raises Unavailable if no server listens.
+        """
         with _client_errors():
             response = await self._health.Check(health_pb2.HealthCheckRequest())
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def placement(self) -> Placement:
+        """Return the current placement of experts."""
         with _client_errors():
             response = await self.control.GetPlacement(control_pb2.GetPlacementRequest())
         slot_of_expert_LE = np.array(response.slot_of_expert_LE, np.int32).reshape(response.layers, response.experts)
         return Placement(slot_of_expert_LE, response.ranks, response.sources)
 
     async def counts(self, scope: Literal["window", "total"] = "window") -> np.ndarray:
-        """Expert tokens [L, S, E] of the last closed window, or since the server started; int64."""
+        """Return expert token counts, int64 [L, S, E] by MoE layer, source engine and expert.
+
+        scope: "window" counts the last closed window, "total" all steps since the server started.
+        """
         with _client_errors():
             response = await self.control.GetCounts(control_pb2.GetCountsRequest(scope=scope.upper()))
         shape = response.layers, response.sources, response.experts
         return np.array(response.counts_LSE, np.int64).reshape(shape)
 
     async def save_counts(self, path: Path, scope: Literal["window", "total"] = "window") -> None:
-        """Write ``counts`` to a counts file, with the placement in force now. Raises OSError where it cannot."""
+        """Write ``counts`` and the current placement to a counts file. Raises OSError if it cannot be written."""
         counts_LSE, placement, status = await asyncio.gather(self.counts(scope), self.placement(), self.status())
-        meta = {"ranks": placement.ranks, "scope": scope, "step": status.step, "time": status.now}
+        meta = {"ranks": placement.ranks, "scope": scope, "step": status.steps.count, "time": status.now}
         save_counts(path, counts_LSE, placement.slot_of_expert_LE, meta)
 
     async def traces(self) -> Traces:
+        """Return the latest trace of each engine; none before the first."""
         with _client_errors():
             response = await self.control.GetTraces(control_pb2.GetTracesRequest())
         traces = tuple(record_of(Trace, trace) for trace in response.traces)
         return Traces(response.now, traces, response.central_queue)
 
     async def decisions(self, last: int = 0) -> Decisions:
-        """The ``last`` dispatch decisions (0: all that are kept), and the last placement decisions."""
+        """Return the last dispatch and placement decisions, oldest first.
+
+        last: number of dispatch decisions; 0 means all that the server keeps.
+        """
         with _client_errors():
             response = await self.control.GetDecisions(control_pb2.GetDecisionsRequest(last=last))
         return Decisions(
@@ -239,19 +220,24 @@ class GimbalClient:
         )
 
     async def status(self) -> ServerStatus:
+        """Return counters and gauges of the server."""
         with _client_errors():
             response = await self.control.GetStatus(control_pb2.GetStatusRequest())
-        phases = tuple(record_of(PhaseTimes, phase) for phase in response.phases)
-        return replace(record_of(ServerStatus, response), phases=phases)
+        return record_of(ServerStatus, response)
 
     async def rebalance(self) -> None:
-        """Ask for a placement decision at the next step."""
+        """Ask for a placement decision without waiting for a full window. Returns before the decision is made.
+
+        The server decides after its current step, on the traffic since the last window; an idle one takes about two
+        trace periods (0.2 s). ``decisions`` then has the new record. With one rank there is nothing to decide.
+        """
         with _client_errors():
             await self.control.Rebalance(control_pb2.RebalanceRequest())
 
 
 @contextlib.contextmanager
 def _client_errors() -> Iterator[None]:
+    """Raise gRPC errors as the ClientError of their status."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,9 +1,10 @@
-"""What the client returns and raises."""
+"""Records that the client returns, and errors that it raises."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import grpc
 import numpy as np
@@ -11,13 +12,13 @@ from google.protobuf.message import Message
 
 from gimbal_jax.scheduler.dispatch_decision import DispatchRecord
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine.meters import PhaseTimes
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.placement.records import PlacementRecord
+from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
 
 
 class ClientError(Exception):
-    """A call failed. ``code`` is its gRPC status."""
+    """A failed call. ``code`` is its gRPC status, and the text is the server's error message."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details or code.name)
@@ -25,31 +26,31 @@ class ClientError(Exception):
 
 
 class InvalidRequest(ClientError):
-    """A field has a value that the server cannot serve; the text names the field and its range."""
+    """A field with a value that the server rejects. The text names the field and its range."""
 
 
 class Unsupported(ClientError):
-    """The server does not do this; the text names the field or method."""
+    """A field or method that the server does not support. The text names it."""
 
 
 class Overloaded(ClientError):
-    """The queue is full: try again later."""
+    """A full queue, or a client with too many streams. Try again later."""
 
 
 class Unavailable(ClientError):
-    """No server, or one that warms up, drains or has stopped."""
+    """No server, or a server that warms up, drains or has stopped."""
 
 
 class Unauthenticated(ClientError):
-    """The server wants an API key, and this is none of its own."""
+    """A missing, wrong or expired API key."""
 
 
 class DeadlineExceeded(ClientError):
-    """The call's timeout passed."""
+    """A call that its ``timeout_s`` ended."""
 
 
 class AlreadyRunning(ClientError):
-    """A request of the same id is still running."""
+    """A request id that belongs to a request that is still running."""
 
 
 ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
@@ -57,101 +58,114 @@ ERRORS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
-    # A call that arrives while the server closes; a caller's own cancellation is asyncio's error.
+    # The server cancels calls that arrive while it closes. A cancellation by the caller is asyncio's error instead.
     grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyRunning,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
+"""Error class of each gRPC status; all others raise ClientError itself."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one output; the last chunk of each says how it ended."""
+    """New tokens of one output. The last chunk of each output has a finish_reason."""
 
     token_ids: tuple[int, ...]
     text: str
-    """What the new tokens complete, but for what may become a stop string; empty for a request by token ids."""
+    """Text of the new tokens, without an end that may become a stop string; empty if the prompt was token ids."""
     logprobs: tuple[TokenLogprobs, ...]
+    """Log probabilities of the new tokens; empty unless the request has ``logprobs``."""
     prompt_tokens: int
+    """Number of prompt tokens."""
     completion_tokens: int
-    """Tokens so far, these included."""
+    """Number of output tokens so far, including the new ones."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held."""
+    """Number of prompt tokens that the prefix cache held."""
     finish_reason: str | None = None
     """"stop", "length" or "abort"; None while there is more to come."""
     stop_token_id: int | None = None
+    """Stop token that ended the output; None if another thing did."""
     stop_text: str | None = None
-    """The stop string that ended it."""
+    """Stop string that ended the output; None if another thing did."""
     index: int = 0
-    """Which of the n outputs."""
+    """Index of the output, in [0, n)."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    """Log probabilities of every prompt token but the first, with the first tokens if the request asks for them."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each expert is: rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
+    """The placement of all experts: rank = slot // (experts // ranks), source = rank // (ranks // sources)."""
 
     slot_of_expert_LE: np.ndarray
+    """Slot of each expert, int32 [MoE layers, experts]."""
     ranks: int
+    """Number of ranks, each with an equal share of the slots."""
     sources: int
+    """Number of engines, each with an equal share of the ranks."""
 
 
 @dataclass(frozen=True)
 class Traces:
-    """The latest published traces, one per engine; none before the first."""
+    """The latest trace of each engine; none before the first."""
 
     now: float
-    """Seconds on the server's monotonic clock, as all times of traces and decisions."""
+    """Time of the answer, in seconds on the server's monotonic clock; traces and decisions use the same clock."""
     traces: tuple[Trace, ...]
     central_queue: int
-    """Requests that have no engine yet."""
+    """Number of requests that have no engine yet."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """The last decisions, oldest first."""
+    """The last decisions of dispatch and of placement, oldest first."""
 
     now: float
+    """Time of the answer, in seconds on the server's monotonic clock."""
     dispatches: tuple[DispatchRecord, ...]
     placements: tuple[PlacementRecord, ...]
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """The server at one moment, in numbers; per engine where a name ends in S."""
+    """The server at one moment."""
 
     now: float
+    """Seconds on the server's monotonic clock."""
     state: str
+    """warming, serving, draining, stopped or failed."""
     error: str
-    step: int
-    tokens_computed_S: tuple[int, ...]
-    free_pages_S: tuple[int, ...]
-    preemptions: int
-    experts_moved: int
-    bytes_moved: int
-    compiles_after_warmup: int
-    last_rebalance: float | None
+    """Reason of the failure; empty unless the server failed."""
     active_requests: int
+    """Requests that are streaming."""
     central_queue: int
-    prefix_queries_S: tuple[int, ...]
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hits_S: tuple[int, ...]
-    """Those of them that it held."""
-    cached_pages_S: tuple[int, ...]
-    """KV pages that hold a known beginning, in use or not."""
-    phases: tuple[PhaseTimes, ...]
-    """The host's work per step, over the last ticks."""
+    """Requests that have no engine yet."""
+    engines: tuple[EngineStatus, ...]
+    steps: StepStatus
+    placement: PlacementTotals
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions of all engines."""
+        return sum(engine.preemptions for engine in self.engines)
 
 
 def record_of[T](cls: type[T], message: Message) -> T:
-    """A dataclass from the message with the same field names."""
+    """Return a dataclass with the values of the message's fields of the same names, messages in them included.
+
+    An unset optional field is None.
+    """
+    types = get_type_hints(cls)
 
     def value(name: str) -> Any:
-        field = message.DESCRIPTOR.fields_by_name[name]
-        if field.has_presence and not message.HasField(name):
+        field, found = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+        options = (types[name], *get_args(types[name]))
+        if field.has_presence and NoneType in options and not message.HasField(name):
             return None
-        return tuple(getattr(message, name)) if field.is_repeated else getattr(message, name)
+        if field.message_type is not None:
+            nested: Any = next(option for option in options if is_dataclass(option))
+            return tuple(record_of(nested, one) for one in found) if field.is_repeated else record_of(nested, found)
+        return tuple(found) if field.is_repeated else found
 
     return cls(**{field.name: value(field.name) for field in fields(cls)})  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ class PackedInputs:
 class RareInputs:
     """Settings that few requests use, most of them large arrays, by engine row; integers are int32.
 
-    The shapes are equal in all steps of a server. One blank set stays on the devices, and replaces the arrays that no
+    The shapes are equal in all steps of a server. One default set stays on the devices, and replaces the arrays that no
     sequence of a step uses.
     """
 
@@ -207,7 +207,16 @@ def unpack(packed_SX: Array, shape: StepShape) -> PackedInputs:
     return PackedInputs(**parts, sampling=sampling)
 
 
-def unused(engines: int, shape: StepShape) -> np.ndarray:
+def sampling_block(packed_SX: np.ndarray, shape: StepShape) -> np.ndarray:
+    """Return the view [S, fields of SamplingInputs, C] of packed inputs that holds the sampling settings."""
+    sizes = {name: prod(size) for name, size in _packed_shapes(shape).items()}
+    names, fields = list(sizes), list(SamplingInputs.__dataclass_fields__)
+    at = sum(sizes[name] for name in names[: names.index(fields[0])])
+    block_SX = packed_SX[:, at : at + len(fields) * shape.sequences]
+    return block_SX.reshape(len(packed_SX), len(fields), shape.sequences)
+
+
+def empty_inputs(engines: int, shape: StepShape) -> np.ndarray:
     """Return packed inputs [S, X] of a step without tokens."""
     packed_SX = np.zeros((engines, shape.packed), np.int32)
     parts = unpack(packed_SX, shape)

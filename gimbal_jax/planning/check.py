@@ -15,7 +15,7 @@ from gimbal_jax.config import Exchange, MeshConfig, ServerConfig
 from gimbal_jax.model.inputs import Bucket
 from gimbal_jax.model.memory import GB, device_bytes
 from gimbal_jax.planning.compiled import Program, StepKind, bucket_kinds, compile_migration, compile_step
-from gimbal_jax.planning.plan import PlanRequest, Refused, fit_memory
+from gimbal_jax.planning.plan import PlanRequest, Rejected, fit_memory
 from gimbal_jax.planning.rules import Finding, Subject, census, findings, kv_tokens, mesh_groups
 
 COLUMNS = (
@@ -51,7 +51,7 @@ class Checked:
 def server_config(request: PlanRequest, mesh: MeshConfig) -> ServerConfig:
     """Return settings with the KV pool of the plan. ValueError if the mesh does not serve the model."""
     fitted = fit_memory(request, mesh)
-    if isinstance(fitted, Refused):
+    if isinstance(fitted, Rejected):
         raise ValueError(f"dp {mesh.dp} x tp {mesh.tp}: {fitted.reason}")
     _, tokens = fitted
     engine = replace(request.engine, num_pages=tokens // request.engine.page_size)

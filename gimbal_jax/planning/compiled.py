@@ -1,4 +1,4 @@
-"""The server's own programs, compiled for GPUs that are not there, and what the compiler says of them."""
+"""The server's own programs, compiled for GPUs that are not there, with the sizes that the compiler reports."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.experts import exchange_table, move_experts
-from gimbal_jax.model.inputs import Bucket, step_shape
+from gimbal_jax.model.inputs import Bucket, StepShape, step_shape
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import COMPILER_OPTIONS, abstract_model, abstract_state, split_by_engine, step
 from gimbal_jax.model.transformer import StepLayout
 from gimbal_jax.pallas_kernels import backend_of
 from gimbal_jax.planning.hardware import Gpu
 from gimbal_jax.planning.target import compile_only_devices
-from gimbal_jax.serving.runtime.batch import blank, step_buckets
+from gimbal_jax.serving.runtime.batch import default_rare_inputs, step_buckets
 
 StepKind = Literal["decode", "mixed"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program. Sizes are bytes per GPU, as XLA's buffer assignment has them."""
+    """A compiled program. Sizes are bytes per GPU, by XLA's buffer assignment."""
 
     hlo: str
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
-    """Of the outputs, what takes over an argument's memory."""
+    """Outputs that take over the memory of an argument."""
     temporary_bytes: int
     donated: frozenset[int]
     """Numbers of the parameters that the caller gives away."""
     layers: int
-    """Layers that were compiled. If the model has more, its sizes are those of all, and temporaries those of these
-    few: layers run one after the other and use the same memory."""
+    """Number of compiled layers. If the model has more, the sizes of arguments and outputs are those of all layers.
+    Temporaries are those of the compiled ones, because layers run one after the other and use the same memory."""
     compile_s: float
+    """Seconds of compiling."""
 
     @property
     def peak_bytes(self) -> int:
@@ -52,49 +53,41 @@ class Program:
 
 
 def bucket_kinds(config: ServerConfig) -> dict[StepKind, Bucket]:
-    """The largest steps that a server compiles: without prefill, and with all of both."""
+    """Return the largest steps that a server compiles: without prefill, and with all rows and tiles."""
     buckets = step_buckets(config.engine, config.mesh.tp)
     rows, tiles = max(rows for rows, _ in buckets), max(tiles for _, tiles in buckets)
     return {"decode": (rows, 0), "mixed": (rows, tiles)}
 
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:
-    """Its first layers."""
+    """Return the model cut to its first layers."""
     return replace(model, num_layers=layers, moe_layers=tuple(l for l in model.moe_layers if l < layers))
 
 
 def compile_step(
     model: ModelConfig, config: ServerConfig, gpu: Gpu, bucket: Bucket, layers: int | None = None
 ) -> Program:
-    """The step of this bucket, in bfloat16, as ``DeviceRunner.warm_up`` would compile it on such GPUs.
+    """Compile the step of a bucket, in bfloat16, as ``DeviceRunner.warm_up`` would on such GPUs.
 
     Args:
-      model, config: what is served.
-      gpu: on ``config.mesh.ranks`` of these, in the nodes of the mesh.
+      model: the architecture.
+      config: settings of the server.
+      gpu: kind of the ``config.mesh.ranks`` GPUs, in the nodes of the mesh.
       bucket: (decode rows, prefill tiles).
-      layers: compile so many only, from the first; None for all. See ``Program.layers``.
+      layers: number of first layers to compile; None for all. See ``Program.layers``.
     """
     devices = compile_only_devices(gpu, config.mesh.ranks, config.mesh.nodes)
     mesh = make_mesh(config.mesh, devices)
     layers = model.num_layers if layers is None else min(layers, model.num_layers)
     _, all_arguments = _step_arguments(model, config, mesh)
-    graph, arguments = _step_arguments(shallow(model, layers), config, mesh)
-    # Few layers with so many pages that they take the memory of all: XLA compiles otherwise where memory is short.
-    pages = config.engine.num_pages
-    missing = _device_bytes(all_arguments) - _device_bytes(arguments)
-    more = missing * pages // _device_bytes(arguments[1].pages)
-    filled = replace(config, engine=replace(config.engine, num_pages=pages + more))
-    _, arguments = _step_arguments(shallow(model, layers), filled, mesh)
-    unasked = blank(config.engine, model.vocab_size, config.mesh.dp)
-    on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
+    graph, arguments = _filled_arguments(shallow(model, layers), config, mesh, _device_bytes(all_arguments))
     shape = step_shape(config.engine, bucket)
-    by_engine = NamedSharding(mesh, PartitionSpec("dp"))
-    packed_SX = jax.ShapeDtypeStruct((config.mesh.dp, shape.packed), jnp.int32, sharding=by_engine)
     layout = StepLayout(mesh, config.engine.tile, config.engine.exchange, backend_of(devices[0]))
-    # Over several nodes the host that leads has not all devices, so what it reads is left on each of them.
+    # With several nodes the leading host does not have all devices, so every device keeps the results for the host.
     for_host = NamedSharding(mesh, PartitionSpec()) if config.mesh.nodes > 1 else None
     run = jax.jit(partial(step, graph, layout, shape), donate_argnums=1, out_shardings=(for_host, None))
-    program = _compile(run, (*arguments, packed_SX, _shapes(unasked, on_mesh)), donated=1, devices=devices)
+    program = _compile(run, (*arguments, *_step_inputs(model, config, mesh, shape)), donated=1, devices=devices)
+    # Extend the sizes to all layers.
     more_state = _device_bytes(all_arguments[1]) - _device_bytes(arguments[1])
     return replace(
         program,
@@ -106,7 +99,7 @@ def compile_step(
 
 
 def _step_arguments(model: ModelConfig, config: ServerConfig, mesh: Mesh) -> tuple[nnx.GraphDef, tuple[Any, ...]]:
-    """Graph, and weights, state and placement as shapes with shardings."""
+    """Return the graph, and weights, state and placement as shapes with shardings."""
     graph, weights = abstract_model(model, jnp.bfloat16, mesh)
     state = abstract_state(model, config.engine, jnp.bfloat16, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -114,8 +107,30 @@ def _step_arguments(model: ModelConfig, config: ServerConfig, mesh: Mesh) -> tup
     return graph, (weights, state, slots)
 
 
+def _filled_arguments(
+    model: ModelConfig, config: ServerConfig, mesh: Mesh, size: int
+) -> tuple[nnx.GraphDef, tuple[Any, ...]]:
+    """Return ``_step_arguments`` with a KV pool that is enlarged until they take ``size`` bytes on each device.
+
+    XLA compiles differently if memory is short, so few layers must take the memory of all.
+    """
+    _, arguments = _step_arguments(model, config, mesh)
+    pages = config.engine.num_pages
+    more = (size - _device_bytes(arguments)) * pages // _device_bytes(arguments[1].pages)
+    return _step_arguments(model, replace(config, engine=replace(config.engine, num_pages=pages + more)), mesh)
+
+
+def _step_inputs(model: ModelConfig, config: ServerConfig, mesh: Mesh, shape: StepShape) -> tuple[Any, Any]:
+    """Return the packed inputs and the rare inputs of a step as shapes with shardings."""
+    unasked = default_rare_inputs(config.engine, model.vocab_size, config.mesh.dp)
+    on_mesh = jax.tree.map(partial(NamedSharding, mesh), split_by_engine(unasked))
+    by_engine = NamedSharding(mesh, PartitionSpec("dp"))
+    packed_SX = jax.ShapeDtypeStruct((config.mesh.dp, shape.packed), jnp.int32, sharding=by_engine)
+    return packed_SX, _shapes(unasked, on_mesh)
+
+
 def compile_migration(model: ModelConfig, config: ServerConfig, gpu: Gpu) -> Program:
-    """One round of moves of a layer's experts."""
+    """Compile one round of moves of a layer's experts."""
     devices = compile_only_devices(gpu, config.mesh.ranks, config.mesh.nodes)
     mesh = make_mesh(config.mesh, devices)
     _, weights = abstract_model(model, jnp.bfloat16, mesh)
@@ -136,7 +151,7 @@ def _shapes(arrays: Any, shardings: Any = None) -> Any:
 
 
 def _device_bytes(arrays: Any) -> int:
-    """Bytes of the shards on one device."""
+    """Return the bytes of the shards on one device."""
     return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
 
@@ -158,6 +173,6 @@ def _compile(run: Any, arguments: tuple[Any, ...], *, donated: int, devices: Any
 
 
 def _flat_numbers(arguments: tuple[Any, ...], which: int) -> Iterator[int]:
-    """Numbers, as the compiled program counts its parameters, of the arrays of one argument."""
+    """Yield the parameter numbers of the arrays of one argument, in the order of the compiled program."""
     sizes = [len(jax.tree.leaves(argument)) for argument in arguments]
     yield from range(sum(sizes[:which]), sum(sizes[: which + 1]))

@@ -1,11 +1,11 @@
-"""What a step costs on a mesh by the GPUs' data sheets: a floor, where nothing overlaps with links.
+"""Lower bounds of step times on a mesh, by the data sheets of the GPUs. Computing does not overlap with links.
 
-All figures are estimates for uniform routing and equally busy engines. Kernels reach less than the data sheet's
-rates, and each collective has a latency of which only what a network card's maker states is counted, where nodes wait
-for each other; so plans compare, and times are lower bounds.
+All figures are estimates for uniform routing and equally busy engines. Kernels reach less than the data sheet's rates.
+Collectives count only the latency that the maker of the network card gives, each time that nodes wait for each other.
+So the times compare meshes and do not predict latencies.
 
-Engines lie within nodes, so that only the exchange and moving experts cross them. What crosses goes beside what stays,
-each GPU over its own share of the network: the longer of the two counts.
+Engines lie within nodes, so only the exchange and moving experts cross nodes. Traffic across nodes runs in parallel
+with traffic within nodes, each GPU over its own share of the network, and the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from gimbal_jax.model.sizes import ITEM_BYTES, expert_bytes
 from gimbal_jax.planning.hardware import Gpu, Link, link_kinds
 
 WAITS: dict[Exchange, int] = {"gather": 2, "sparse": 3}
-"""Times that nodes wait for each other in one MoE layer's exchange: for counts (``sparse``), tokens, and results."""
+"""Number of waits between nodes in one MoE layer's exchange: for counts (``sparse``), tokens, and results."""
 
 
 def remote_ranks(model: ModelConfig, ranks: int, form: Exchange) -> float:
-    """Ranks other than its own that a token goes to: all of them, or those that hold one of its experts."""
+    """Return the number of other ranks that a token goes to: all of them, or those that hold one of its experts."""
     if form == "gather":
         return ranks - 1
     return (ranks - 1) * _needed(model, ranks)
 
 
 def far_copies(model: ModelConfig, ranks: int, nodes: int, form: Exchange) -> float:
-    """Of a token's copies for those ranks, the ones that cross nodes.
+    """Return the number of a token's copies that cross nodes.
 
-    By ``gather`` at least one for each other node, whose GPUs pass it on among themselves. By ``sparse`` each rank gets
-    its own, also those of one node.
+    With ``gather`` there is one for each other node, and the GPUs there pass it on among themselves. With ``sparse``
+    each rank gets its own, also ranks of the same node.
     """
     if form == "gather":
         return nodes - 1
@@ -41,21 +41,21 @@ def far_copies(model: ModelConfig, ranks: int, nodes: int, form: Exchange) -> fl
 
 
 def _needed(model: ModelConfig, ranks: int) -> float:
-    """Chance that a rank holds one of a token's experts."""
+    """Return the chance that a rank holds one of a token's experts."""
     elsewhere = model.num_experts - model.num_experts // ranks
     return 1 - comb(elsewhere, model.experts_per_token) / comb(model.num_experts, model.experts_per_token)
 
 
 def exchange_bytes(model: ModelConfig, ranks: int, form: Exchange) -> float:
-    """Bytes over links for one token in one MoE layer: it goes out, and its results come back.
+    """Return the bytes over links for one token in one MoE layer: the token goes out, and its results come back.
 
-    With it go int32 places and weights of its experts; ``gather`` sends slots and positions for places.
+    The int32 places and weights of its experts go with it; ``gather`` sends slots and positions instead of places.
     """
     return remote_ranks(model, ranks, form) * _copy_bytes(model, form)
 
 
 def far_exchange_bytes(model: ModelConfig, ranks: int, nodes: int, form: Exchange) -> float:
-    """Of ``exchange_bytes``, those that cross nodes."""
+    """Return the part of ``exchange_bytes`` that crosses nodes."""
     return far_copies(model, ranks, nodes, form) * _copy_bytes(model, form)
 
 
@@ -65,7 +65,7 @@ def _copy_bytes(model: ModelConfig, form: Exchange) -> int:
 
 
 def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
-    """Bytes over links for one token in one layer within its engine.
+    """Return the bytes over links for one token in one layer within its engine.
 
     An all-reduce after attention (twice (tp - 1) copies) and an all-gather after the MoE layer, whose tokens
     are split over the engine's devices.
@@ -76,9 +76,9 @@ def tensor_parallel_bytes(model: ModelConfig, tp: int) -> int:
 def link_seconds(
     model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, chosen: int, link: Link | None = None
 ) -> float:
-    """Time on the links for a step of this many tokens in all engines, of which ``chosen`` get logits.
+    """Return the seconds on the links for a step of ``tokens`` in all engines, of which ``chosen`` get logits.
 
-    ``link`` is the network between the nodes of the mesh, if it has several.
+    ``link`` is the network between the nodes; None for a mesh of one node.
     """
     layers = len(model.moe_layers)
     far = far_exchange_bytes(model, mesh.ranks, mesh.nodes, form)
@@ -95,14 +95,14 @@ def link_seconds(
 
 
 def network_of(gpu: Gpu, link: Link | None) -> Link:
-    """The network as a GPU sees it: no faster than its own link, which may be PCIe. ValueError without one."""
+    """Return the network, no faster than the GPU's own link, which may be PCIe. ValueError without a network."""
     if link is None:
         raise ValueError(f"link: several nodes need a network between them, one of {', '.join(link_kinds())}")
     return replace(link, bandwidth=min(link.bandwidth, gpu.link_bandwidth))
 
 
 def weights_read(model: ModelConfig, mesh: MeshConfig, tokens: int) -> float:
-    """Bytes of weights that each device reads in a step of this many tokens: all but the experts that none chose."""
+    """Return the bytes of weights that each device reads in a step: all except experts that no token chose."""
     weights = weight_bytes(model, mesh)
     idle = (1 - model.experts_per_token / model.num_experts) ** tokens
     return weights.total - weights.experts * idle
@@ -117,7 +117,7 @@ def decode_seconds(
     context: int,
     link: Link | None = None,
 ) -> float:
-    """Floor of a decode step: ``requests`` in all engines, each with ``context`` tokens in the cache."""
+    """Return the floor of a decode step: ``requests`` in all engines, each with ``context`` tokens in the cache."""
     cache = requests / mesh.dp * context * kv_bytes_per_token(model, mesh.tp)
     read = (weights_read(model, mesh, requests) + cache) / gpu.bandwidth
     return read + link_seconds(model, mesh, gpu, form, requests, requests, link)
@@ -126,14 +126,14 @@ def decode_seconds(
 def prefill_seconds(
     model: ModelConfig, mesh: MeshConfig, gpu: Gpu, form: Exchange, tokens: int, prompt: int, link: Link | None = None
 ) -> float:
-    """Floor of a prefill step: ``tokens`` in all engines, of prompts of ``prompt`` tokens."""
+    """Return the floor of a prefill step: ``tokens`` in all engines, of prompts of ``prompt`` tokens."""
     compute = tokens * flops_per_token(model, prompt / 2) / mesh.ranks / gpu.bf16_flops
     read = weights_read(model, mesh, tokens) / gpu.bandwidth
     return max(compute, read) + link_seconds(model, mesh, gpu, form, tokens, max(1, tokens // prompt), link)
 
 
 def flops_per_token(model: ModelConfig, context: float) -> float:
-    """Floating-point operations of one token's forward pass without logits, ``context`` tokens before it."""
+    """Return the operations of one token's forward pass without logits, with ``context`` tokens before it."""
     m = model
     per_layer = 4 * m.hidden_size * (m.num_heads + m.num_kv_heads) * m.head_dim + 4 * m.num_heads * m.head_dim * context
     moe = 6 * m.hidden_size * m.moe_intermediate_size * m.experts_per_token + 2 * m.hidden_size * m.num_experts
@@ -144,20 +144,20 @@ def flops_per_token(model: ModelConfig, context: float) -> float:
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """Moving experts between steps."""
+    """Cost of moving experts between steps."""
 
     step_bytes: int
-    """Most that moves between two steps, over all devices: rounds are whole, so the last one may pass the limit.
+    """Most bytes between two steps, over all devices. Rounds are whole, so the last one may exceed the limit.
 
-    A round's buffers have this one size, so it takes their time whatever it moves."""
+    The buffers of a round have one size, so a round takes the same time for any number of moves."""
     far_step_bytes: int
-    """Of them, those that cross nodes."""
+    """Part of them that crosses nodes."""
     step_seconds: float
-    """For that, with every link equally busy."""
+    """Time of those bytes, with every link equally busy."""
     layer_steps: int
     """Steps in which one layer moves, if every GPU passes all its experts on to the next one."""
     layer_seconds: float
-    """Least time on the links for that, if no buffer had room to spare: every link carries all experts of its GPU."""
+    """Least time on the links for that layer, with full buffers: every link carries all experts of its GPU."""
 
 
 def migration_cost(
@@ -168,7 +168,7 @@ def migration_cost(
     nodes: int = 1,
     link: Link | None = None,
 ) -> MigrationCost:
-    """What moving costs on ``ranks`` devices, in ``nodes`` that ``link`` connects; nothing on one."""
+    """Return the cost of moving on ``ranks`` devices, in ``nodes`` that ``link`` connects; zero on one device."""
     if ranks == 1:
         return MigrationCost(0, 0, 0.0, 0, 0.0)
     expert, slots, rows = expert_bytes(model), model.num_experts // ranks, placement.rows_per_pair

@@ -23,7 +23,7 @@ class Gpu:
     memory_bytes: int
     """Device memory that CUDA reports."""
     bandwidth: float
-    """Of device memory, bytes per second."""
+    """Bandwidth of device memory, bytes per second."""
     bf16_flops: float
     """Dense tensor-core rate, FLOP per second."""
     link_bandwidth: float

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its optimised HLO text."""
+"""Instructions, collectives, kernels and parameters of a compiled program, read from its optimised HLO text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-"""Devices that talk to each other, group by group."""
+"""Device numbers of each group that exchanges data."""
 
 COLLECTIVES = (
     "all-gather",
@@ -26,7 +26,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class HloArray:
-    """Type of one array of a program, as one device holds it."""
+    """Type of one array of a program, on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Collective:
 
 
 def instructions(hlo: str) -> Iterator[Instruction]:
-    """Every instruction outside fusions, whose own instructions write no memory."""
+    """Yield every instruction outside fusions. The instructions inside fusions write no memory."""
     fused = set(re.findall(r" fusion\(.*?calls=%?([\w.\-]+)", hlo))
     fused |= set(re.findall(r"to_apply=%?([\w.\-]+)", hlo))
     inside = ""
@@ -78,9 +78,9 @@ def instructions(hlo: str) -> Iterator[Instruction]:
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:
-    """Every array that devices exchange; an operation on several arrays counts once for each."""
+    """Return every array that devices exchange; an operation on several arrays counts once for each."""
     found, every = [], list(instructions(hlo))
-    # The type of a start holds operands and buffers too; that of its done is the result alone.
+    # The type of a start includes operands and buffers; the type of its done is the result alone.
     done = {
         start: one.results
         for one in every
@@ -95,7 +95,7 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
 
 
 def mosaic_kernels(hlo: str) -> Counter[str]:
-    """Calls of Mosaic GPU kernels by name; ``+wgmma`` follows the names of those that use the tensor cores."""
+    """Count calls of Mosaic GPU kernels by name; ``+wgmma`` follows the names of those that use the tensor cores."""
     calls = [line for line in hlo.splitlines() if 'custom_call_target="mosaic_gpu' in line]
     found: Counter[str] = Counter()
     for call in calls:
@@ -106,13 +106,13 @@ def mosaic_kernels(hlo: str) -> Counter[str]:
 
 
 def parameters(hlo: str) -> tuple[HloArray, ...]:
-    """What the program is called with."""
+    """Return the types of the program's parameters."""
     layout = re.search(r"entry_computation_layout=\{\((.*?)\)->", hlo)
     return _arrays(layout[1]) if layout else ()
 
 
 def donated_parameters(hlo: str) -> frozenset[int]:
-    """Numbers of the parameters whose memory a result takes over."""
+    """Return the numbers of the parameters whose memory a result takes over."""
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", hlo)
     return frozenset(int(n) for n in re.findall(r": \((\d+),", aliases[1])) if aliases else frozenset()
 
@@ -130,7 +130,7 @@ def _bits(dtype: str) -> int:
 
 
 def _groups(text: str) -> Groups:
-    """Replica groups in any of the forms that HLO writes: mesh axes, a reshaped iota, a list, or pairs."""
+    """Parse replica groups in any form of HLO: mesh axes, a reshaped iota, a list, or pairs."""
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         names, over = list(sizes), re.findall(r"'(\w+)'", mesh[2])

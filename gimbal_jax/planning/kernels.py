@@ -1,7 +1,7 @@
-"""What the Mosaic GPU kernels of a program need of a GPU, as its compiler says, with no GPU there.
+"""Registers and memory that the Mosaic GPU kernels of a program need, read from the compiler without a GPU.
 
-The assembler tells registers and spills on standard output, where MOSAIC_GPU_DUMP_PTXAS is set to 1 before the process
-compiles its first kernel. It tells them once per kernel and process: XLA compiles a kernel that it has seen no more.
+The assembler prints registers and spills on standard output if MOSAIC_GPU_DUMP_PTXAS is set to 1 before the process
+compiles its first kernel. It prints them once per kernel and process, because XLA does not compile a kernel again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PTXAS = re.compile(
 
 @dataclass(frozen=True)
 class KernelResources:
-    """Of one kernel: registers and bytes of local memory per thread, bytes of shared memory per block."""
+    """Needs of one kernel: registers and bytes of local memory per thread, bytes of shared memory per block."""
 
     name: str
     registers: int
@@ -47,7 +47,7 @@ class CompiledKernels:
 
     @property
     def temporary_bytes(self) -> int:
-        """Device memory between the program's operations, beside arguments and results."""
+        """Device memory of the program in addition to arguments and results."""
         memory: Any = self.program.memory_analysis()
         return memory.temp_size_in_bytes
 
@@ -55,13 +55,13 @@ class CompiledKernels:
 def compile_with_kernels(
     function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct, device: jax.Device, known: dict[bytes, KernelResources]
 ) -> CompiledKernels:
-    """``function`` compiled for ``device``, which need not exist (see ``compile_only_devices``).
+    """Compile ``function`` for ``device``, which need not exist (see ``compile_only_devices``).
 
     Args:
-      function: jitted here, unless it is already.
+      function: a function, or a jitted one.
       shapes: its arguments; all of them go to ``device``.
-      device: what to compile for.
-      known: the kernels of this process by hash; kept by the caller, extended here.
+      device: the device to compile for.
+      known: the kernels of this process by hash; the caller keeps it, and new ones are added.
 
     Raises: see ``compile_and_tell``.
     """
@@ -76,26 +76,26 @@ def compile_with_kernels(
 def compile_and_tell(
     lowered: jax.stages.Lowered, compile_it: Callable[[], jax.stages.Compiled], known: dict[bytes, KernelResources]
 ) -> CompiledKernels:
-    """What ``compile_it`` makes of ``lowered``, and its kernels; ``known`` as in ``compile_with_kernels``.
+    """Compile ``lowered`` by ``compile_it``, and return its kernels, too; ``known`` as in ``compile_with_kernels``.
 
-    RuntimeError if the assembler was silent about a new kernel.
+    RuntimeError if the assembler printed nothing about a new kernel.
     """
     called = {call.hash: call for call in _kernel_calls(lowered)}
     with tempfile.TemporaryFile("w+") as output, _standard_output_to(output):
         program = compile_it()
         _flush_c()
         output.seek(0)
-        told = list(PTXAS.finditer(output.read()))
+        printed = list(PTXAS.finditer(output.read()))
     for call in called.values():
         if call.hash in known:
             continue
-        # Kernels of one name differ in their hashes only, which the assembler does not know: it tells them in turn.
-        line = next((line for line in told if line["name"] == call.name), None)
+        # Kernels of one name differ in their hashes only, which the assembler does not print: their order decides.
+        line = next((line for line in printed if line["name"] == call.name), None)
         if line is None:
             raise RuntimeError(
                 f"no resources of kernel {call.name}: set MOSAIC_GPU_DUMP_PTXAS=1 before the first compile"
             )
-        told.remove(line)
+        printed.remove(line)
         known[call.hash] = KernelResources(
             call.name,
             registers=int(line["registers"]),
@@ -127,7 +127,7 @@ def _kernel_calls(lowered: jax.stages.Lowered) -> Iterator[_KernelCall]:
 
 
 def _operations(operation: Any) -> Iterator[Any]:
-    """The operation and all inside it."""
+    """Yield the operation and all operations inside it."""
     yield operation
     for region in operation.regions:
         for block in region:
@@ -137,7 +137,7 @@ def _operations(operation: Any) -> Iterator[Any]:
 
 @contextmanager
 def _standard_output_to(file: IO[str]) -> Iterator[None]:
-    """What C writes, too."""
+    """Redirect standard output to a file, also for C code."""
     _flush_c()
     saved = os.dup(1)
     os.dup2(file.fileno(), 1)

@@ -15,16 +15,18 @@ from gimbal_jax.config import ModelConfig
 from gimbal_jax.planning.show import Shard, ranges
 
 CELLS_PER_LINE = 16
+CARDS_PER_ROW = 4
+"""Most cards side by side: a picture of 16 devices fits a screen."""
 
 
 def draw_mesh(title: str, model: ModelConfig, held: Sequence[Shard], path: Path) -> None:
-    """Write a picture: engines as rows, their devices as cards with heads, vocabulary and experts, node by node.
+    """Write a picture: devices as cards with heads, vocabulary and experts, in order of engines, node by node.
 
-    An expert's colour is that of the device that holds it without a placement, so that moved ones stand out.
+    The colour of an expert is that of the device that holds it without a placement, so that moved ones stand out.
     """
     engines, nodes = held[-1].engine + 1, held[-1].node + 1
     per_node, slots = len(held) // nodes, len(held[0].experts)
-    columns = min(len(held) // engines, per_node)
+    columns = max(n for n in range(1, CARDS_PER_ROW + 1) if min(len(held) // engines, per_node) % n == 0)
     rows = -(-per_node // columns)
     lines = -(-slots // CELLS_PER_LINE)
     width, height = 4.2 * columns + 0.6, (1.5 + 0.24 * lines) * rows * nodes + 0.9 + 0.5 * nodes * (nodes > 1)
@@ -45,7 +47,7 @@ def draw_mesh(title: str, model: ModelConfig, held: Sequence[Shard], path: Path)
 
 
 def _node_areas(figure: Figure, nodes: int) -> Sequence[FigureBase]:
-    """The part of the figure for each node, with a name and a tint where there are several."""
+    """Return the part of the figure for each node, with a name and a tint if there are several."""
     if nodes == 1:
         return [figure]
     areas = figure.subfigures(nodes, 1, squeeze=False, hspace=0.02)[:, 0]

@@ -1,4 +1,4 @@
-"""Policies of placement side by side on one window: what ``gimbal place`` computes, prints and draws.
+"""Comparison of placement policies on counted traffic, for ``gimbal place``: answers, tables and a picture.
 
 Axes: L MoE layers, S sources (DP engines), E experts, R ranks.
 """
@@ -28,16 +28,16 @@ WORST_LAYERS = 5
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Where one policy puts the experts, and the objective that scores it."""
+    """Placement of one policy, and the objective that scores it."""
 
     name: str
     objective: Objective
     counts_LSE: np.ndarray
-    """What the objective is of."""
+    """Traffic of the objective."""
     mesh: MeshConfig
     slot_of_expert_LE: np.ndarray
     seconds: float
-    """Time that it took, for all layers."""
+    """Time of the policy, for all layers."""
 
     @property
     def rank_LE(self) -> np.ndarray:
@@ -53,12 +53,12 @@ class Answer:
 
     @property
     def remote_L(self) -> np.ndarray:
-        """Share of each layer's expert tokens that leave their source's ranks."""
+        """Share of each layer's expert tokens that leave the ranks of their source."""
         return remote_tokens_L(self.counts_LSE, self.slot_of_expert_LE, self.mesh.ranks) / self._total_L
 
     @property
     def far_L(self) -> np.ndarray:
-        """Share of each layer's expert tokens that leave their source's node."""
+        """Share of each layer's expert tokens that leave the node of their source."""
         return far_tokens_L(self.counts_LSE, self.slot_of_expert_LE, self.mesh) / self._total_L
 
     @property
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """An answer beside the exact one."""
+    """An answer compared with the exact one."""
 
     excess: float
     """Cost over the exact answer's, less 1: mean over layers."""
@@ -114,9 +114,12 @@ def agreement(answer: Answer, exact: Answer) -> Agreement:
 def load_windows(paths: Sequence[Path]) -> CountsFile:
     """Read the windows of several counts files, one after the other, as if one file had them all.
 
-    A folder is all its .npz files, by name. Offline profiles (transitions, request counts) are kept of a single file
-    only. Raises CountsFileError or OSError for a file that cannot be read, and ValueError for files of different models
-    or meshes, or a folder without files.
+    A folder stands for its .npz files, sorted by name. Offline profiles (transitions, request counts) are kept only if
+    there is a single file.
+
+    Raises:
+      CountsFileError, OSError: a file cannot be read.
+      ValueError: files of different models or meshes, or a folder without files.
     """
     files: dict[Path, CountsFile] = {}
     for path in paths:
@@ -143,7 +146,7 @@ def load_windows(paths: Sequence[Path]) -> CountsFile:
 
 
 def one_window(file: CountsFile, window: int) -> CountsFile:
-    """The file as if it held this window only. Raises ValueError if it does not."""
+    """Return the file with this window only. ValueError if it does not have it."""
     windows = len(file.counts_WLSE)
     if not 0 <= window < windows:
         raise ValueError(f"window must be from 0 to {windows - 1}, not {window}")
@@ -152,7 +155,7 @@ def one_window(file: CountsFile, window: int) -> CountsFile:
 
 
 def spaced_layers(file: CountsFile, most: int | None) -> np.ndarray:
-    """Numbers of at most this many layers of the file, evenly spaced; all by default."""
+    """Return the numbers of at most ``most`` layers of the file, evenly spaced; None takes all."""
     layers = file.counts_WLSE.shape[1]
     return np.linspace(0, layers - 1, min(layers, most or layers)).round().astype(int)
 
@@ -160,12 +163,19 @@ def spaced_layers(file: CountsFile, most: int | None) -> np.ndarray:
 def policy_answer(
     policy: PlacementPolicy | OfflinePolicy, file: CountsFile, config: PlacementConfig, nodes: int = 1
 ) -> Answer:
-    """What a policy makes of all windows of the file together, with the last one's placement in force.
+    """Return the answer of a policy to all windows of the file together, from the placement of the last one.
 
-    The file's ranks are on so many nodes, evenly and in order.
-    Scored under ``config``, whatever the policy's own weights are. ``sem_moe`` also decides which engine
-    gets each request, so it is scored on the traffic that follows from that.
-    Raises ValueError where the file lacks what the policy needs, or the ranks do not divide over the nodes.
+    All policies are scored under ``config``, also those with weights of their own. ``sem_moe`` also decides which
+    engine gets each request, so it is scored on the traffic that follows from that.
+
+    Args:
+      policy: name of the policy.
+      file: windows, with the profiles that offline policies need.
+      config: weights of the objective.
+      nodes: nodes that the ranks of the file are on, evenly and in order.
+
+    Raises:
+      ValueError: the file lacks a profile that the policy needs, or the ranks do not divide over the nodes.
     """
     counts_LSE, slot_LE, ranks = merge_windows(file.counts_WLSE), file.slot_of_expert_WLE[-1], file.ranks
     sources = counts_LSE.shape[1]
@@ -190,7 +200,7 @@ def policy_answer(
 
 
 def exact_reference(staying: Answer, time_limit_s: float, progress: Callable[[int, int], None]) -> tuple[Answer, str]:
-    """The exact solver's answer, from the placement in force on, and what it says of it in one line."""
+    """Return the answer of the exact solver, from the current placement, and its report in one line."""
     from gimbal_jax.scheduler.exact import exact_answer  # loads scipy
 
     found = exact_answer(staying.objective, time_limit_s=time_limit_s, progress=progress)
@@ -204,13 +214,13 @@ def exact_reference(staying: Answer, time_limit_s: float, progress: Callable[[in
 
 
 def tables(answers: Sequence[Answer], layers: np.ndarray, exact: Answer | None) -> list[Table]:
-    """What the placements give, how far they are from ``exact``, and the worst layers of the second answer.
+    """Return tables of the placements, their distance from ``exact``, and the worst layers of the second answer.
 
-    The first answer is the placement in force; ``layers`` are the numbers of the answers' layers.
+    The first answer is the current placement; ``layers`` are the numbers of the answers' layers.
     """
     shown = [_summary([*answers, *([exact] if exact else [])])]
     if exact:
-        shown.append(_beside_exact(answers, exact))
+        shown.append(_against_exact(answers, exact))
     return [*shown, _worst_layers(answers[1], layers, exact)]
 
 
@@ -234,8 +244,8 @@ def _summary(answers: Sequence[Answer]) -> Table:
     return table
 
 
-def _beside_exact(answers: Sequence[Answer], exact: Answer) -> Table:
-    table = Table(Column("", no_wrap=True), title="Beside the exact answer")
+def _against_exact(answers: Sequence[Answer], exact: Answer) -> Table:
+    table = Table(Column("", no_wrap=True), title="Against the exact answer")
     for column in ["objective", "at worst", "same rank", "moved to the same", "comm"]:
         table.add_column(column, justify="right")
     for answer in answers:
@@ -252,7 +262,7 @@ def _beside_exact(answers: Sequence[Answer], exact: Answer) -> Table:
 
 
 def _worst_layers(answer: Answer, layers: np.ndarray, exact: Answer | None) -> Table:
-    """The layers where an answer is farthest above the exact one or, without one, least even."""
+    """Return the layers in which an answer is farthest above the exact one or, without one, least even."""
     by_L = answer.cost_L - exact.cost_L if exact else answer.fullest_L
     table = Table("layer", title=f"{answer.name}, worst layers: " + ("farthest above exact" if exact else "least even"))
     for column in ["objective", "remote", "fullest", *(["over exact", "same rank"] if exact else [])]:

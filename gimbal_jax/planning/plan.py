@@ -95,7 +95,7 @@ class MeshPlan:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """A mesh that does not serve the model."""
 
     mesh: MeshConfig
@@ -110,16 +110,16 @@ def meshes(request: PlanRequest) -> list[MeshConfig]:
     return [MeshConfig(request.count // tp, tp, request.nodes) for tp in sizes]
 
 
-def plan_meshes(request: PlanRequest) -> list[MeshPlan | Refused]:
+def plan_meshes(request: PlanRequest) -> list[MeshPlan | Rejected]:
     """Plan every mesh of the GPUs; experts are spread over all of them."""
     return [plan_mesh(request, mesh) for mesh in meshes(request)]
 
 
-def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
+def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Rejected:
     """Plan one mesh, or return the rule that it breaks. ValueError if it has several nodes and no link."""
     r, model, engine = request, request.model, request.engine
     fitted = fit_memory(request, mesh)
-    if isinstance(fitted, Refused):
+    if isinstance(fitted, Rejected):
         return fitted
     memory, kv_tokens = fitted
     concurrent = mesh.dp * (kv_tokens // r.request_tokens)
@@ -141,22 +141,22 @@ def plan_mesh(request: PlanRequest, mesh: MeshConfig) -> MeshPlan | Refused:
     )
 
 
-def fit_memory(request: PlanRequest, mesh: MeshConfig) -> tuple[DeviceBytes, int] | Refused:
+def fit_memory(request: PlanRequest, mesh: MeshConfig) -> tuple[DeviceBytes, int] | Rejected:
     """Return memory of each GPU and KV tokens of each engine, or the rule that the mesh breaks."""
     r, model, engine = request, request.model, request.engine
     if r.per_node % mesh.tp and r.nodes > 1:
-        return Refused(mesh, _crossing(r, mesh.tp), 0)
+        return Rejected(mesh, _crossing(r, mesh.tp), 0)
     try:
         check_mesh(model, mesh)
         check_kernels(model, engine, mesh.tp, model.dtype, r.gpu.backend)
         bucket = step_buckets(engine, mesh.tp)[-1]
     except ValueError as error:
-        return Refused(mesh, str(error), 0)
+        return Rejected(mesh, str(error), 0)
     memory = device_bytes(model, ServerConfig(mesh, engine, placement=r.placement), bucket, r.gpu.backend)
     try:
         return memory, memory.kv_pages(r.budget) * engine.page_size
     except ValueError as error:
-        return Refused(mesh, f"does not fit: {error}", memory.least - r.budget)
+        return Rejected(mesh, f"does not fit: {error}", memory.least - r.budget)
 
 
 def _crossing(request: PlanRequest, tp: int) -> str:
@@ -169,7 +169,7 @@ def _crossing(request: PlanRequest, tp: int) -> str:
     )
 
 
-def recommended(plans: Sequence[MeshPlan | Refused]) -> MeshPlan | None:
+def recommended(plans: Sequence[MeshPlan | Rejected]) -> MeshPlan | None:
     """Choose, among the meshes whose rate is close to the best, the one whose caches hold most requests.
 
     None if no mesh fits.
@@ -197,7 +197,7 @@ def smallest_count(request: PlanRequest) -> tuple[int, int] | None:
 
 
 def _any_fits(request: PlanRequest) -> bool:
-    return any(not isinstance(fit_memory(request, mesh), Refused) for mesh in meshes(request))
+    return any(not isinstance(fit_memory(request, mesh), Rejected) for mesh in meshes(request))
 
 
 COORDINATOR, SECRET_FILE = "HOST_OF_PROCESS_0:PORT", "SECRET_FILE"
@@ -228,6 +228,7 @@ def serve_commands(model: str, request: PlanRequest, mesh: MeshConfig) -> list[l
     together: dict[str, int | float | str] = {
         "coordinator": COORDINATOR,
         "secret-file": SECRET_FILE,
+        "trusted-network": "on",
         "processes": mesh.nodes,
     }
     of_process = [{**together, "process": node} for node in range(mesh.nodes)] if mesh.nodes > 1 else [{}]

@@ -21,7 +21,7 @@ from gimbal_jax.planning.cost import (
     migration_cost,
     remote_ranks,
 )
-from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Refused, recommended, smallest_count
+from gimbal_jax.planning.plan import CLOSE, MeshPlan, PlanRequest, Rejected, recommended, smallest_count
 
 
 def heading(name: str, request: PlanRequest) -> str:
@@ -39,7 +39,7 @@ def _gpus(request: PlanRequest) -> str:
     return f"{nodes}{request.per_node} x {request.gpu.name}"
 
 
-def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Table:
+def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> Table:
     """Return the meshes that fit as a table, one a row. It is at most 80 characters wide up to 99 engines."""
     engine, best = request.engine, recommended(plans)
     table = Table(
@@ -71,7 +71,7 @@ def plan_table(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> Tab
     return table
 
 
-def plan_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> list[str]:
+def plan_lines(request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> list[str]:
     """Return the notes below the table, and the recommendation with its reason."""
     r, model, ranks = request, request.model, request.count
     lines = list(_rejections(plans))
@@ -92,17 +92,17 @@ def plan_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> lis
     return [*lines, *_recommendation(plans, best)]
 
 
-def _rejections(plans: Sequence[MeshPlan | Refused]) -> Iterator[str]:
+def _rejections(plans: Sequence[MeshPlan | Rejected]) -> Iterator[str]:
     """A line for each reason, with all meshes that it rejects."""
     meshes: dict[str, list[str]] = {}
     for plan in plans:
-        if isinstance(plan, Refused):
+        if isinstance(plan, Rejected):
             meshes.setdefault(plan.reason, []).append(f"DP {plan.mesh.dp} x TP {plan.mesh.tp}")
     for reason, rejected in meshes.items():
         yield f"{', '.join(rejected)}: {reason}"
 
 
-def _fewer(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
+def _fewer(request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> str:
     """Name the meshes whose caches hold fewer requests than a decode step has rows."""
     fewer = [
         f"{p.decode_requests} at DP {p.mesh.dp} x TP {p.mesh.tp}"
@@ -112,7 +112,7 @@ def _fewer(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
     return f" ({', '.join(fewer)}, as the caches hold)" if fewer else ""
 
 
-def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> list[str]:
+def _traffic_lines(request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> list[str]:
     r, model, ranks = request, request.model, request.count
     gather, sparse = (exchange_bytes(model, ranks, form) / 1e3 for form in ("gather", "sparse"))
     within = ", ".join(
@@ -165,7 +165,7 @@ def _migration(request: PlanRequest) -> MigrationCost:
     return migration_cost(r.model, r.count, r.gpu, r.placement, r.nodes, r.link)
 
 
-def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list[str]:
+def _recommendation(plans: Sequence[MeshPlan | Rejected], best: MeshPlan) -> list[str]:
     others = [plan for plan in plans if isinstance(plan, MeshPlan) and plan != best]
     text = f"Recommended: DP {best.mesh.dp} x TP {best.mesh.tp}"
     if not others:
@@ -186,7 +186,7 @@ def _recommendation(plans: Sequence[MeshPlan | Refused], best: MeshPlan) -> list
     return lines
 
 
-def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> dict[str, Any]:
+def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> dict[str, Any]:
     """Return the plan for programs: bytes, seconds and counts as numbers."""
     best = recommended(plans)
     model, ranks = request.model, request.count
@@ -200,7 +200,7 @@ def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refuse
         "estimated": True,
         "engine": asdict(request.engine),
         "plans": [asdict(plan) for plan in plans if isinstance(plan, MeshPlan)],
-        "refused": [asdict(plan) for plan in plans if isinstance(plan, Refused)],
+        "rejected": [asdict(plan) for plan in plans if isinstance(plan, Rejected)],
         "exchange_bytes": {form: exchange_bytes(model, ranks, form) for form in forms},
         "far_exchange_bytes": {form: far_exchange_bytes(model, ranks, request.nodes, form) for form in forms},
         "migration": asdict(_migration(request)),
@@ -208,9 +208,9 @@ def plan_json(name: str, request: PlanRequest, plans: Sequence[MeshPlan | Refuse
     }
 
 
-def nothing_fits(request: PlanRequest, plans: Sequence[MeshPlan | Refused]) -> str:
+def nothing_fits(request: PlanRequest, plans: Sequence[MeshPlan | Rejected]) -> str:
     """Explain that no mesh serves the model: the memory that each GPU lacks, and the number of GPUs that would."""
-    missing = [plan.missing_bytes for plan in plans if isinstance(plan, Refused) and plan.missing_bytes]
+    missing = [plan.missing_bytes for plan in plans if isinstance(plan, Rejected) and plan.missing_bytes]
     why = f"{min(missing) / GB:.1f} GB per GPU are missing" if missing else "every mesh breaks a rule, see above"
     match smallest_count(request):
         case None:

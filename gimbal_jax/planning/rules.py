@@ -280,16 +280,16 @@ RULES = {
         steps_only=True,
     ),
     "temporaries": Rule(
-        "at most what the KV pool was sized for; in a migration round, the rows that it sends and receives",
+        "at most the memory reserved when the KV pool was sized; in a migration round, the moved rows",
         _temporaries,
     ),
-    "collectives": Rule("exactly those of the design, with sizes and groups", _collectives),
+    "collectives": Rule("exactly the collectives of the design, with their sizes and groups", _collectives),
     "experts stay": Rule("no collective gives a rank the weights of another's experts", _experts_stay, steps_only=True),
-    "in place": Rule("KV pages, counters and experts are donated, and not copied", _in_place),
+    "in place": Rule("KV pages, counters and experts are donated and not copied", _in_place),
     "sparse experts": Rule(
         "no product of tokens with experts that they did not choose", _sparse_experts, steps_only=True
     ),
     "paged context": Rule("no dense copy of the decode rows' keys or values", _paged_context, steps_only=True),
-    "kernels": Rule("the Mosaic kernels of the design and no others, on the tensor cores", _kernels, steps_only=True),
+    "kernels": Rule("exactly the Mosaic kernels of the design, on the tensor cores", _kernels, steps_only=True),
 }
-"""Every rule by name."""
+"""All rules, by name."""

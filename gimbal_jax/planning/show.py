@@ -1,4 +1,4 @@
-"""Which device of a mesh holds what."""
+"""The part of a model that each device of a mesh holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gimbal_jax.model.sharding import check_mesh, kv_heads_in_cache
 
 @dataclass(frozen=True)
 class Shard:
-    """What one device holds; indices count from 0."""
+    """Part of the model on one device; indices count from 0."""
 
     rank: int
     node: int
@@ -25,11 +25,11 @@ class Shard:
     """Devices of its engine that hold the same KV heads."""
     vocabulary: range
     experts: tuple[int, ...]
-    """Of the layer asked for, in order of their slots."""
+    """Experts of the chosen layer, in order of their slots."""
 
 
 def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -> list[Shard]:
-    """Every device's share of the model, by rank. ValueError for a mesh that does not fit the model or its nodes."""
+    """Return the part of every device, by rank. ValueError for a mesh that does not fit the model or its nodes."""
     check_mesh(model, mesh)
     if mesh.ranks % mesh.nodes:
         raise ValueError(f"nodes = {mesh.nodes} must divide the {mesh.ranks} devices")
@@ -56,7 +56,7 @@ def shards(model: ModelConfig, mesh: MeshConfig, slot_of_expert_E: np.ndarray) -
 
 
 def shard_table(title: str, held: Sequence[Shard]) -> Table:
-    """One device a row; a line between nodes."""
+    """Return a table with a row for each device and a line between nodes."""
     table = Table(title=title)
     nodes = held[-1].node + 1
     for column in (*["node"] * (nodes > 1), "device", "engine", "heads", "KV heads", "vocabulary", "experts"):
@@ -77,7 +77,7 @@ def shard_table(title: str, held: Sequence[Shard]) -> Table:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers with runs drawn together: 0-3, 7."""
+    """Return rising numbers as text with runs joined: 0-3, 7."""
     if isinstance(numbers, range):
         return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
     runs: list[list[int]] = []

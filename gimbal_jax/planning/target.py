@@ -15,9 +15,9 @@ from gimbal_jax.planning.hardware import Gpu
 
 
 def compile_only_devices(gpu: Gpu, count: int, nodes: int = 1) -> Sequence[jax.Device]:
-    """``count`` GPUs, spread over ``nodes``. OSError, saying what to install, where XLA has no CUDA compiler.
+    """Return ``count`` GPUs, spread over ``nodes``. OSError with the way out if XLA has no CUDA compiler.
 
-    Trace under ``jax.default_device(devices[0])``: libraries that choose a kernel by the default device then see it.
+    Trace under ``jax.default_device(devices[0])``, because libraries choose a kernel by the default device.
     """
     shape = f"1x{nodes}x{count // nodes}"
     try:
@@ -30,7 +30,7 @@ def compile_only_devices(gpu: Gpu, count: int, nodes: int = 1) -> Sequence[jax.D
 
 
 def _target_config(gpu: Gpu) -> str:
-    """The facts as XLA's GpuTargetConfigProto in text form."""
+    """Return the facts as XLA's GpuTargetConfigProto in text form."""
     major, minor = gpu.compute_capability
     return f"""
 gpu_device_info {{

@@ -165,6 +165,46 @@ class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class QueueHead(_message.Message):
+    __slots__ = ("request_id", "waited_s", "prefill_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    waited_s: float
+    prefill_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., waited_s: _Optional[float] = ..., prefill_tokens: _Optional[int] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("tokens_computed", "prefill_tokens", "preemptions", "free_pages", "cached_pages", "prefix_queries", "prefix_hits", "queue_head")
+    TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_HEAD_FIELD_NUMBER: _ClassVar[int]
+    tokens_computed: int
+    prefill_tokens: int
+    preemptions: int
+    free_pages: int
+    cached_pages: int
+    prefix_queries: int
+    prefix_hits: int
+    queue_head: QueueHead
+    def __init__(self, tokens_computed: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., queue_head: _Optional[_Union[QueueHead, _Mapping]] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
 class Phase(_message.Message):
     __slots__ = ("name", "mean_s", "p50_s", "p99_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -177,43 +217,65 @@ class Phase(_message.Message):
     p99_s: float
     def __init__(self, name: _Optional[str] = ..., mean_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
 
+class StepStatus(_message.Message):
+    __slots__ = ("count", "compiles_after_warmup", "seconds", "tokens", "phases")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPILES_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    compiles_after_warmup: int
+    seconds: Histogram
+    tokens: Histogram
+    phases: _containers.RepeatedCompositeFieldContainer[Phase]
+    def __init__(self, count: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., seconds: _Optional[_Union[Histogram, _Mapping]] = ..., tokens: _Optional[_Union[Histogram, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
+
+class PlacementTotals(_message.Message):
+    __slots__ = ("kept", "applied", "failed_decisions", "failed_migrations", "decision_seconds", "migration_seconds", "experts_moved", "bytes_moved", "predicted_gain", "achieved_gain", "last_rebalance")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_GAIN_FIELD_NUMBER: _ClassVar[int]
+    ACHIEVED_GAIN_FIELD_NUMBER: _ClassVar[int]
+    LAST_REBALANCE_FIELD_NUMBER: _ClassVar[int]
+    kept: int
+    applied: int
+    failed_decisions: int
+    failed_migrations: int
+    decision_seconds: float
+    migration_seconds: float
+    experts_moved: int
+    bytes_moved: int
+    predicted_gain: float
+    achieved_gain: float
+    last_rebalance: float
+    def __init__(self, kept: _Optional[int] = ..., applied: _Optional[int] = ..., failed_decisions: _Optional[int] = ..., failed_migrations: _Optional[int] = ..., decision_seconds: _Optional[float] = ..., migration_seconds: _Optional[float] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., predicted_gain: _Optional[float] = ..., achieved_gain: _Optional[float] = ..., last_rebalance: _Optional[float] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("now", "state", "error", "step", "tokens_computed_S", "free_pages_S", "preemptions", "experts_moved", "bytes_moved", "compiles_after_warmup", "last_rebalance", "active_requests", "central_queue", "prefix_queries_S", "prefix_hits_S", "cached_pages_S", "phases")
+    __slots__ = ("now", "state", "error", "active_requests", "central_queue", "engines", "steps", "placement")
     NOW_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
-    FREE_PAGES_S_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
-    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
-    COMPILES_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
-    LAST_REBALANCE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CENTRAL_QUEUE_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERIES_S_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HITS_S_FIELD_NUMBER: _ClassVar[int]
-    CACHED_PAGES_S_FIELD_NUMBER: _ClassVar[int]
-    PHASES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     now: float
     state: str
     error: str
-    step: int
-    tokens_computed_S: _containers.RepeatedScalarFieldContainer[int]
-    free_pages_S: _containers.RepeatedScalarFieldContainer[int]
-    preemptions: int
-    experts_moved: int
-    bytes_moved: int
-    compiles_after_warmup: int
-    last_rebalance: float
     active_requests: int
     central_queue: int
-    prefix_queries_S: _containers.RepeatedScalarFieldContainer[int]
-    prefix_hits_S: _containers.RepeatedScalarFieldContainer[int]
-    cached_pages_S: _containers.RepeatedScalarFieldContainer[int]
-    phases: _containers.RepeatedCompositeFieldContainer[Phase]
-    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., tokens_computed_S: _Optional[_Iterable[int]] = ..., free_pages_S: _Optional[_Iterable[int]] = ..., preemptions: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., compiles_after_warmup: _Optional[int] = ..., last_rebalance: _Optional[float] = ..., active_requests: _Optional[int] = ..., central_queue: _Optional[int] = ..., prefix_queries_S: _Optional[_Iterable[int]] = ..., prefix_hits_S: _Optional[_Iterable[int]] = ..., cached_pages_S: _Optional[_Iterable[int]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    steps: StepStatus
+    placement: PlacementTotals
+    def __init__(self, now: _Optional[float] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., active_requests: _Optional[int] = ..., central_queue: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., steps: _Optional[_Union[StepStatus, _Mapping]] = ..., placement: _Optional[_Union[PlacementTotals, _Mapping]] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
     __slots__ = ()

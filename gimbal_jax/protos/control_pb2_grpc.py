@@ -70,14 +70,14 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetPlacement(self, request, context):
-        """Where each expert is now.
+        """The current placement of the experts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCounts(self, request, context):
-        """Tokens that each layer routed from each source to each expert.
+        """Expert tokens by MoE layer, source engine and expert.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,13 +98,14 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Counters and current numbers of the server.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rebalance(self, request, context):
-        """Asks for a placement decision at the next step, before the window is full.
+        """Asks for a placement decision at the next tick of the engine thread, before the window is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

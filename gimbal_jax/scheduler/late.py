@@ -19,6 +19,7 @@ class PendingRequest(NamedTuple):
     """A request in the central queue."""
 
     id: str
+    """Key of the request in the core."""
     item: QueueItem
     """The request as its queue sees it; ``prefill_tokens`` is the whole prompt."""
     cached_tokens_S: tuple[int, ...]
@@ -57,7 +58,7 @@ def bind(
     token are free. The step can compute at least the first token of the request after the prefills that the queue
     runs before it, so no step stays emptier than necessary.
 
-    Of the engines with room, the request gets the one with the least work: decode rows + prefill left + its own
+    The request gets the engine with room that has the least work: decode rows + prefill left + its own
     uncached tokens. Ties go to the first engine from ``turn`` on. If an engine that the request could use has no
     room for it, the engine accepts none of the later requests either, so no request starves.
     """

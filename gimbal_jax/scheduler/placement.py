@@ -6,7 +6,7 @@ Axes: L MoE layers, S sources (DP engines), E experts, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -58,11 +58,6 @@ def _check_split(experts: int, ranks: int) -> None:
         raise ValueError(f"{experts} experts cannot be split over {ranks} ranks (dp * tp); possible: {possible}")
 
 
-def policy_weights(config: PlacementConfig) -> PlacementConfig:
-    """Return the configuration with the weights of its policy: (1, 1, 1) for ``gimbal_uncalibrated`` (paper 7.2)."""
-    return replace(config, alpha=1.0, beta=1.0, gamma=1.0) if config.policy == "gimbal_uncalibrated" else config
-
-
 def propose(
     counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig, config: PlacementConfig
 ) -> Proposal:
@@ -78,7 +73,6 @@ def propose(
     _check_split(slot_of_expert_LE.shape[1], ranks)
     if counts_LSE.shape[1] != mesh.dp:
         raise ValueError(f"the counts are of {counts_LSE.shape[1]} sources, the mesh has {mesh.dp}")
-    config = policy_weights(config)
     apart_SR = distance_SR(mesh, config.far_distance)
     objective = window_objective(counts_LSE, slot_of_expert_LE, apart_SR, config)
     old_rank_LE = objective.old_rank_LE
@@ -90,7 +84,7 @@ def propose(
             rank_LE = packed_rank_LE(counts_LSE.sum(axis=1), ranks)
         case "eplb_hierarchical":
             rank_LE = hierarchical_rank_LE(counts_LSE.sum(axis=1), ranks, mesh.nodes)
-        case "gimbal" | "gimbal_uncalibrated":
+        case "gimbal":
             rank_LE = greedy_rank_LE(objective)
         case "gimbal_refined":
             rank_LE = refined_rank_LE(objective)

@@ -1,4 +1,4 @@
-"""Virtual time: it stands still while code runs, and moves when a cost is charged or nothing is left to do."""
+"""Virtual time. It stands still while code runs, and advances when a cost is charged or no work is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class VirtualClock:
-    """Seconds from 0. What was asked for at a time happens then, also in the middle of a step that is charged."""
+    """A clock that starts at 0 seconds. Scheduled actions run at their time, even in the middle of a charged step."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -19,15 +19,15 @@ class VirtualClock:
 
     @property
     def next_due(self) -> float:
-        """When something happens next; infinity if nothing does."""
+        """Time of the next scheduled action; infinity if there is none."""
         return self._due[0][0] if self._due else float("inf")
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Call ``action`` when the clock gets to ``time``; actions of one time in the order of the calls."""
+        """Schedule ``action`` for ``time``, or for now if it is past. Actions of one time run in the order of calls."""
         heapq.heappush(self._due, (max(time, self.now), next(self._serial), action))
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass, and what is due in them happen."""
+        """Advance the clock by ``seconds``, and run the actions that become due."""
         end = self.now + seconds
         while self._due and self._due[0][0] <= end:
             self.now, _, action = heapq.heappop(self._due)
@@ -36,9 +36,10 @@ class VirtualClock:
 
 
 class VirtualExecutor(Executor):
-    """Runs a decision at once, and lets it take its time on the clock.
+    """An executor that charges ``seconds`` of virtual time for each call.
 
-    ``blocking``: time passes in ``submit``, as where engines stop for it; else the result is there that much later.
+    If ``blocking``, the time passes inside ``submit``, as if the engines waited. Otherwise the call runs ``seconds``
+    later, while the engines go on.
     """
 
     def __init__(self, clock: VirtualClock, seconds: float, blocking: bool) -> None:

@@ -1,8 +1,8 @@
-"""Sets of assumptions about everything that no kernel table holds.
+"""Sets of assumptions about all costs that are not in the kernel table.
 
-The constants of ``paper_like`` and ``paper_like_fixed`` were found by ``python -m research.cost_report --fit``, for the
-vLLM baseline alone: see ``simulation.fit``. None is fitted to what gimbal gains. They are the two extremes: with
-the first all that a step computes is slower, with the second every step has the same more to bear.
+``python -m research.cost_report --fit`` found the constants of ``paper_like`` and ``paper_like_fixed`` for the vLLM
+baseline alone (see ``research.fit``). No constant is fitted to the gain of Gimbal. The two sets are the extremes:
+``paper_like`` slows every part of a step by a factor, and ``paper_like_fixed`` adds a constant to each layer.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ CostSet = Literal["graph", "eager", "paper_like", "paper_like_fixed"]
 
 @dataclass(frozen=True)
 class Assumptions:
-    """One set. Kernel times are the table's in all of them. Times in seconds, rates in bytes per second."""
+    """One cost set. All sets use the kernel times of the table. Times are in seconds, rates in bytes per second."""
 
     summary: str
     all_reduce_stack: str = "vllm-0.24.0:vllm_graph"
     small_kernels: int = 8
-    """Of each layer, in no table: two norms with residuals, norms of queries and of keys, rope, places of pairs, sum
-    over copies, and counting. The cache write is in the table's attention, the choice of experts in its MoE layer."""
+    """Kernels of each layer that the table does not have: two norms with residuals, norms of queries and of keys, rope,
+    places of pairs, sum over copies, and counting. The table's attention includes the cache write, and its MoE layer
+    includes the choice of experts."""
     small_kernel_s: float = 2e-6
-    """Least time of such a kernel within a CUDA graph. The table shows none below 4.2 us, for an all-reduce."""
+    """Least time of a small kernel within a CUDA graph. The least time in the table is 4.2 us, for an all-reduce."""
     hbm_bandwidth: float = 3.35e12
-    """NVIDIA H100 SXM data sheet."""
+    """Memory bandwidth, from the NVIDIA H100 SXM data sheet."""
     hbm_share: float = 0.8
-    """Of it, what kernels that only move data reach."""
+    """Share of ``hbm_bandwidth`` that kernels reach which only move data."""
     sampling_passes: int = 6
-    """Times that float32 logits are read or written: product, copies and reductions (see ``model.memory``)."""
+    """Number of times that sampling reads or writes the float32 logits: product, copies and reductions."""
     sampling_kernels: int = 12
     host_s: float = 300e-6
-    """Of each step, what is not hidden behind the device: commit tokens, plan, lay out, launch."""
+    """Host time of each step that is not hidden behind the device: commit tokens, plan, lay out, launch."""
     launches: int = 0
-    """Kernels of each layer that the host launches one by one. It runs ahead: a step takes the longer of the two."""
+    """Kernels of each layer that the host launches one by one. A step takes the longer of launching and computing."""
     stretch: float = 1.0
     """Factor on every part of a step."""
     layer_s: float = 0.0
-    """Constant on top, for each layer of each step."""
+    """Constant that is added for each layer of each step."""
     round_s: float = 50e-6
-    """Launching one round of moves, with the new table."""
+    """Time to launch one round of moves, with the new placement table."""
     migration_stretch: float = 1.0
-    """Factor on the time that moving experts takes while the engines wait."""
+    """Factor on the time of moves for which the engines wait."""
     network_bandwidth: float = 50e9
-    """Between nodes, for each GPU: 400 Gb/s InfiniBand."""
+    """Bandwidth of each GPU between nodes: 400 Gb/s InfiniBand."""
     network_latency_s: float = 10e-6
 
 
@@ -76,15 +77,14 @@ COST_SETS: dict[CostSet, Assumptions] = {
 }
 
 PAPER_KV_TOKENS = 196_500
-"""KV cache of an engine with which the baseline uses the paper's 26-27 % of it at 4 requests/s (``paper_like``)."""
+"""KV cache tokens per engine with which the ``paper_like`` baseline uses the paper's 26-27 % at 4 requests/s."""
 
 DECISION_SECONDS: dict[PlacementPolicy, float] = {
     "gimbal": 7e-3,
-    "gimbal_uncalibrated": 7e-3,
     "gimbal_refined": 86e-3,
     "eplb": 6e-3,
     "eplb_hierarchical": 7e-3,
     "static": 0.0,
 }
-"""``scheduler.placement.propose`` for 48 layers, 128 experts, 2 sources and 4 ranks, the least of 11 runs on one core
-of a virtual Intel Xeon: an order of magnitude, not the paper's machine."""
+"""Seconds of ``scheduler.placement.propose`` for 48 layers, 128 experts, 2 sources and 4 ranks. Each is the least of 11
+runs on one core of a virtual Intel Xeon. They are an order of magnitude, not times of the paper's machine."""

@@ -1,9 +1,11 @@
-"""What steps, migrations and decisions cost on H100s, composed of measured kernels.
+"""Prices of steps, migrations and decisions on H100s, composed of measured kernels.
 
-Engines step in lockstep: in each layer the slowest engine's share before the experts, then the exchange, then the
-fullest rank's experts. No padding is priced. Attention kernels were measured for rows of one length, so a step's decode
-rows cost what as many rows of their mean length do, and a prefill chunk what whole prompts of its end take longer than
-whole prompts of its start, in a batch of as many as the step has chunks.
+Engines step in lockstep. A layer takes the slowest engine's time before the experts, then the exchange, then the
+expert products of the fullest rank. No padding is priced.
+
+Attention kernels were measured for rows of one length. So decode rows cost as much as the same number of rows of their
+mean length. A prefill chunk costs the difference between prompts up to its end and prompts up to its start, in a batch
+as large as the step's number of chunks.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
 
 VLLM = "vllm-0.24.0"
 DECIDED_LAYERS, DECIDED_RANKS = 48, 4
-"""What ``DECISION_SECONDS`` were measured for."""
+"""Numbers of layers and ranks for which ``DECISION_SECONDS`` were measured."""
 
 
 def h100_costs(name: CostSet, model: ModelConfig, mesh: MeshConfig, exchange: Exchange) -> Costs:
-    """Prices by a named cost set.
+    """Return the prices of a named cost set.
 
-    Raises ValueError for a model or mesh whose kernels were not measured and do not scale.
+    Raises ValueError for an unknown name, or for a model or mesh whose prices do not follow from measured kernels.
     """
     if name not in COST_SETS:
         raise ValueError(f"cost set {name!r}: must be one of {', '.join(COST_SETS)}")
@@ -49,10 +51,10 @@ def h100_costs(name: CostSet, model: ModelConfig, mesh: MeshConfig, exchange: Ex
 
 
 class H100Costs:
-    """Prices of a model's layers, however many, on a mesh; see ``work.Costs``.
+    """Prices of a model with any number of layers on a mesh (implements ``work.Costs``).
 
-    Those of Qwen3-30B-A3B are as measured. Those of another model follow by the rules of ``shapes``, and all that a
-    rule had a part in are counted as outside.
+    The prices of Qwen3-30B-A3B are as measured. The prices of another model follow by the rules of ``shapes``. Every
+    price that a rule takes part in counts as outside of what was measured.
     """
 
     def __init__(self, assumptions: Assumptions, model: ModelConfig, mesh: MeshConfig, exchange: Exchange) -> None:
@@ -73,10 +75,12 @@ class H100Costs:
 
     def step_parts(self, work: StepWork) -> Mapping[str, float]:
         tokens_S = np.array([engine.tokens for engine in work.engines_S])
+        # All engines wait for the slowest one before the exchange, so only its parts count.
         parts = self._slowest_engine(work.engines_S, tokens_S)
         parts["exchange"], parts["experts"] = self._moe(work, tokens_S)
         parts["logits"] = self._logits(max(engine.chosen for engine in work.engines_S))
         parts["host"] = self._set.host_s
+        # The host launches ahead of the device, so only launch time beyond the other parts counts.
         if self._launching:
             parts["launch"] = max(0.0, self._launching - sum(parts.values()))
         if self._set.layer_s:
@@ -86,7 +90,7 @@ class H100Costs:
     def migration_seconds(self, moves: Round, overlapped: bool) -> float:
         row_bytes, slots = expert_bytes(self._model), self._model.num_experts // self._mesh.ranks
         src_rank, dst_rank = moves.src_slot // slots, moves.dst_slot // slots
-        if overlapped:  # out of the buffer that they arrived in: read and written
+        if overlapped:  # only the copy out of the arrival buffer delays a step: one read and one write
             arrived = np.bincount(dst_rank, minlength=self._mesh.ranks).max() * row_bytes
             return self._set.round_s + 2 * arrived / self._set.hbm_bandwidth
         return self._set.migration_stretch * (
@@ -96,6 +100,7 @@ class H100Costs:
     def decision_seconds(self, policy: PlacementPolicy) -> float:
         if self._measured:
             return DECISION_SECONDS[policy]
+        # Decisions are assumed proportional to layers times ranks.
         size = self._model.num_layers * self._mesh.ranks / (DECIDED_LAYERS * DECIDED_RANKS)
         return size * DECISION_SECONDS[policy]
 
@@ -107,10 +112,10 @@ class H100Costs:
         return layers * self._links.gather_far_bytes(tokens, self._hidden_bytes, CHOICES, m.num_experts)
 
     def _slowest_engine(self, engines_S: tuple[EngineWork, ...], tokens_S: np.ndarray) -> dict[str, float]:
-        """All layers of the engine that takes longest beside the experts."""
+        """Return the times by part, over all layers, of the engine that takes longest outside of the experts."""
         tp, seconds = self._mesh.tp, self._prices.seconds
         hidden_S = tokens_S * self._hidden_bytes
-        own_S = -(-tokens_S // tp)  # of one rank
+        own_S = -(-tokens_S // tp)  # tokens of one rank: each rank of an engine routes its own share
         parts_S = {
             "attention": self._decode_attention(engines_S) + self._prefill_attention(engines_S),
             "projections": seconds("qkv_and_output", tokens_S) + seconds("router", own_S),
@@ -126,7 +131,7 @@ class H100Costs:
     def _decode_attention(self, engines_S: tuple[EngineWork, ...]) -> np.ndarray:
         rows_S = np.array([len(engine.decode_contexts) for engine in engines_S])
         context_S = np.array([engine.decode_contexts.sum() for engine in engines_S]) / np.maximum(rows_S, 1)
-        # The row's own token is not part of the table's context.
+        # The row's own token is not part of the table's context. The least measured context is 2.
         return self._prices.seconds("decode_attention", rows_S * self._shares.kv_heads, np.maximum(context_S - 1, 2))
 
     def _prefill_attention(self, engines_S: tuple[EngineWork, ...]) -> np.ndarray:
@@ -135,14 +140,15 @@ class H100Costs:
         if not len(engine_N):
             return np.zeros(len(engines_S))
         start_N, tokens_N = np.array([chunk for engine in engines_S for chunk in engine.prefill]).T
-        # As if nothing before a chunk were one token: the least that was measured, which is the launch.
+        # The time of one token, the least that was measured, stands for the launch and for an empty start.
         lengths = np.stack([start_N + tokens_N, np.maximum(start_N, 1), np.ones_like(start_N)])
         batch_N = (chunks_S * self._shares.query_heads)[engine_N]
+        # The time up to the end minus the time up to the start has no launch, so the launch is added.
         end_N, before_N, launch_N = self._prices.seconds("prefill_attention", batch_N, lengths)
         return np.bincount(engine_N, launch_N + end_N - before_N, len(engines_S)) / np.maximum(chunks_S, 1)
 
     def _small_kernels(self, tokens_S: np.ndarray) -> np.ndarray:
-        """Everything else in a layer: a least time for each kernel, and the bytes that they move."""
+        """Return the time of a layer's other kernels: a least time for each, and the bytes that they move."""
         m = self._model
         # Two norms read and write the state and the residual; norm and rope read and write queries and keys.
         rotated = (m.num_heads + m.num_kv_heads) * m.head_dim / self._mesh.tp
@@ -153,23 +159,24 @@ class H100Costs:
         )
 
     def _moe(self, work: StepWork, tokens_S: np.ndarray) -> tuple[float, float]:
-        """Exchange and expert products of all layers."""
+        """Return the times of the exchange and of the expert products, over all layers."""
         m, layers, ranks = self._model, len(work.pairs_LSP), self._mesh.ranks
         if self._exchange == "gather":
             tokens = int(tokens_S.sum())
             exchange = layers * self._links.gather_seconds(tokens, self._hidden_bytes, CHOICES, m.num_experts)
-            tokens_LR = np.full((layers, ranks), tokens)
+            tokens_LR = np.full((layers, ranks), tokens)  # every rank gets every token
         else:
             copies = work.copies_LSR
             exchange_L = self._links.sparse_seconds_L(copies, self._hidden_bytes, CHOICES, m.num_experts)
             exchange, tokens_LR = float(exchange_L.sum()), copies.sum(axis=1)
         load_LRP = work.pairs_LSP.sum(axis=1).reshape(layers, ranks, -1)
+        # If a rule scaled the expert kernel, all of its prices count as outside.
         outside = self._experts.outside(load_LRP, tokens_LR) if self._measured else layers * ranks
         self._prices.count("experts", outside)
         return exchange, float(self._experts.seconds(load_LRP, tokens_LR).max(axis=1).sum())
 
     def _logits(self, chosen: int) -> float:
-        """Output head, its parts gathered over an engine's ranks, and sampling, for the engine with most to choose."""
+        """Return the time of output head, all-gather and sampling, for the engine with the most new tokens."""
         tp, logits_bytes = self._mesh.tp, np.array(4.0 * chosen * self._model.vocab_size)
         head = self._prices.seconds("head", np.array(chosen)) * self._model.vocab_size / tp / HEAD_COLUMNS
         gathered = self._links.collective("nccl_all_gather", tp, logits_bytes * (tp - 1) / tp)
@@ -179,7 +186,7 @@ class H100Costs:
 
 
 def launch_seconds() -> float:
-    """Measured time of launching one kernel: small all-reduces of 2 GPUs without, less with CUDA graphs."""
+    """Return the measured time to launch one kernel: small all-reduces of 2 GPUs without minus with CUDA graphs."""
     eager, graph = (
         curve("allreduce_custom_bf16", f"{VLLM}:vllm_{form}", "elements", gpus=2).seconds[:8]
         for form in ("eager", "graph")
@@ -188,7 +195,7 @@ def launch_seconds() -> float:
 
 
 def h100_kernels(of: Shares, tp: int, all_reduce_stack: str = GRAPH.all_reduce_stack) -> dict[str, Curve | Grid]:
-    """Measured times by name, without those of the experts; products take their share of the measured ones' time."""
+    """Return measured times by kernel name, without the expert products. Products are scaled by the shares ``of``."""
     qkv, output = (curve("gemm_bf16", VLLM, "m", n=n) for n in (QKV_COLUMNS, HIDDEN))
     router, head = (curve("gemm_bf16", VLLM, "m", n=n) for n in (EXPERTS, HEAD_COLUMNS))
     kernels: dict[str, Curve | Grid] = {

@@ -1,14 +1,15 @@
-"""What one rank's expert products cost, as a sum of three parts fitted to measured layers.
+"""Time of one rank's expert products, as a sum of three parts fitted to measured layers.
 
     seconds = launch(active experts) + sum over active experts of product(its pairs) + handling(tokens)
 
-``launch`` is the layer with one pair for each active expert: their weights are read. ``product`` is what more pairs
-of an expert add. ``handling`` is what grows with the tokens that the rank is given, however few of them choose its
-experts: vLLM's layer sorts, activates and adds up places for all choices of all of them.
+``launch`` is the time of a layer with one pair for each active expert, which reads the weights of these experts.
+``product`` is the time that further pairs of an expert add. ``handling`` grows with all tokens that the rank gets,
+because vLLM's layer sorts, activates and adds up places for all choices of all of them.
 
-The parts come from the balanced rows, in which the same tokens meet 64, 32 and 16 experts on a rank (ep 2, 4, 8):
-a line through the three gives the cost of an expert and the cost without any. ep 1, without a map of experts to
-ranks, and the power-law rows, which time the fullest rank of an uneven draw, only check it: ``research.cost_report``.
+The parts come from the balanced rows of the table. There the same tokens meet 64, 32 and 16 experts on a rank
+(ep 2, 4, 8). A line through these three points gives the time of an expert and the time without any expert. Two kinds
+of rows only check the fit, in ``research.cost_report``. ep 1 has no map of experts to ranks. The power-law rows time
+the fullest rank of an uneven draw.
 """
 
 from __future__ import annotations
@@ -21,30 +22,31 @@ from gimbal_jax.simulation.kernel_table import Curve, curve
 
 OP, STACK = "moe_fused", "vllm-0.24.0"
 EXPERTS, CHOICES = 128, 8
-"""Of the measured layer."""
+"""Experts and choices per token of the measured layer."""
 EXPERT_PARALLEL = (2, 4, 8)
 ALL_ACTIVE = EXPERTS // CHOICES
-"""Tokens from which on the balanced rows use every expert; each of them has tokens / ALL_ACTIVE pairs."""
+"""Least tokens with which balanced rows use every expert. Each expert then has tokens / ALL_ACTIVE pairs."""
 TABLED_PAIRS = 1 << 15
+"""Greatest number of pairs in ``product_table``."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertKernel:
-    """The three parts; see above."""
+    """The three parts of the time of a rank's expert products, and the formula that adds them up."""
 
     launch: Curve
-    """By active experts."""
+    """Time by active experts."""
     product: Curve
-    """By pairs of one expert; 0 for none and for the first."""
+    """Time by pairs of one expert; 0 for no pair and for the first pair."""
     handling: Curve
-    """By tokens; 0 for the first ``ALL_ACTIVE``."""
+    """Time by tokens; 0 up to ``ALL_ACTIVE`` tokens."""
     product_table: np.ndarray
-    """``product`` for every whole number of pairs: looking up is faster than interpolating."""
+    """``product`` for every whole number of pairs up to ``TABLED_PAIRS``: look-up is faster than interpolation."""
 
     def scaled(self, weights: float, token: float) -> ExpertKernel:
-        """The same for experts of ``weights`` times as many weights, and tokens of ``token`` times as many bytes.
+        """Return the kernel for experts of ``weights`` times the weights and tokens of ``token`` times the bytes.
 
-        The least time of a launch stays; reading weights and multiplying by them take ``weights`` times as long.
+        The least time of a launch stays. Reading weights and multiplying by them take ``weights`` times as long.
         """
         reading = self.launch.seconds - self.launch.at(np.array(0.0))
         return ExpertKernel(
@@ -55,14 +57,14 @@ class ExpertKernel:
         )
 
     def products(self, pairs_P: np.ndarray) -> np.ndarray:
-        """Time that the pairs of each expert add, any shape; int64."""
+        """Return the seconds that the pairs of each expert add. ``pairs_P`` is int64, of any shape."""
         seconds = self.product_table[np.minimum(pairs_P, TABLED_PAIRS)]
-        if pairs_P.max(initial=0) > TABLED_PAIRS:
+        if pairs_P.max(initial=0) > TABLED_PAIRS:  # rare: interpolate beyond the table
             return np.where(pairs_P > TABLED_PAIRS, self.product.at(pairs_P), seconds)
         return seconds
 
     def seconds(self, pairs_RP: np.ndarray, tokens_R: np.ndarray) -> np.ndarray:
-        """Time of each rank, given the pairs of its experts [..., R, P] and the tokens that it gets [..., R]."""
+        """Return the time of each rank for the pairs of its experts [..., R, P] and its tokens [..., R]."""
         # einsum is several times as fast as sum() over a short last axis.
         active_R = np.einsum("...p->...", (pairs_RP > 0).astype(np.int64))
         products_R = np.einsum("...p->...", self.products(pairs_RP))
@@ -70,7 +72,7 @@ class ExpertKernel:
         return np.where(active_R > 0, parts, 0.0)
 
     def outside(self, pairs_RP: np.ndarray, tokens_R: np.ndarray) -> int:
-        """How many of these ranks have an expert, or tokens, beyond what was measured."""
+        """Return how many of these ranks have more tokens, or more pairs for an expert, than was measured."""
         beyond_R = tokens_R > self.handling.size[-1]
         if pairs_RP.max(initial=0) > self.product.size[-1]:
             beyond_R = beyond_R | (pairs_RP > self.product.size[-1]).any(axis=-1)
@@ -78,31 +80,33 @@ class ExpertKernel:
 
 
 def balanced_active(tokens: float, ep: int) -> int:
-    """Active experts of one rank in a balanced row: its even share, as the collector spreads them."""
+    """Return the active experts of one rank in a balanced row, which spreads them evenly."""
     return max(1, round(min(tokens, ALL_ACTIVE) * CHOICES / ep))
 
 
 def fit_expert_kernel() -> ExpertKernel:
-    """The parts from the table."""
+    """Return the three parts, fitted to the kernel table."""
     rows = {ep: curve(OP, STACK, "global_tokens", dist="balanced", ep=ep) for ep in EXPERT_PARALLEL}
     tokens = rows[2].size
     seconds_NP = np.stack([rows[ep].seconds for ep in EXPERT_PARALLEL], axis=1)
+    # Only rows with every expert active give lines over the number of experts.
     full = tokens >= ALL_ACTIVE
     without, each = np.array([_line(EXPERTS / np.array(EXPERT_PARALLEL), seconds) for seconds in seconds_NP[full]]).T
 
+    # Up to ALL_ACTIVE tokens no expert has more than one pair, so the rows time the launch alone.
     launch = Curve.through(
         (balanced_active(n, ep), seconds)
         for ep, row in rows.items()
         for n, seconds in zip(row.size, row.seconds, strict=True)
         if n <= ALL_ACTIVE
     )
-    # More pairs never cost less: what the noise of the lines says otherwise is levelled.
+    # More pairs never cost less, so the running maximum levels the noise of the lines.
     product = Curve(tokens[full] / ALL_ACTIVE, np.maximum.accumulate(each) - each[0])
     handling = Curve(tokens[full], np.maximum.accumulate(without) - without[0])
     return ExpertKernel(launch, product, handling, product.at(np.arange(TABLED_PAIRS + 1)))
 
 
 def _line(active: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """(time without experts, time of each), with the least relative errors."""
+    """Return (time without experts, time of each expert), with the least squares of relative errors."""
     terms = np.stack([np.ones_like(active), active], axis=1) / seconds[:, None]
     return np.linalg.lstsq(terms, np.ones(len(seconds)))[0]

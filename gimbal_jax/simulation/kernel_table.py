@@ -1,7 +1,7 @@
-"""Measured kernel times as functions: exact where measured, linear between, counted where not.
+"""Measured kernel times as functions: exact at measured points, linear between them, and counted outside of them.
 
-Lines, not powers, lie between points: a kernel's time is a fixed part and a part by size, so halfway in size is
-halfway in time. The table and its source: ``data/README.md``.
+Interpolation is linear, because a kernel's time is a fixed part plus a part proportional to its size.
+``data/README.md`` describes the table and gives its source.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Kernel:
 
     op: str
     stack: str
-    """Software that it was measured with."""
+    """Software with which it was measured."""
     params: Mapping[str, str]
     seconds: float
 
 
 @cache
 def measured_kernels() -> tuple[Kernel, ...]:
-    """The whole table."""
+    """Return all points of the table."""
     text = files("gimbal_jax.simulation").joinpath("data", TABLE).read_text(encoding="utf-8")
     return tuple(
         Kernel(
@@ -46,24 +46,24 @@ def measured_kernels() -> tuple[Kernel, ...]:
 
 
 class Times(Protocol):
-    """Time by size, or by batch and length."""
+    """Times by size, or by batch and length."""
 
     @property
     def look_up(self) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-        """Times there, and where they are not within what was measured."""
+        """Function that returns the times, and a mask of those that lie outside of what was measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Time by one size. Beyond its ends the line through the last two points goes on, though never downwards."""
+    """Time by one size. Beyond each end the line through the last two points continues, but never falls."""
 
     size: np.ndarray
-    """Rising."""
+    """Sizes, in rising order."""
     seconds: np.ndarray
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """Through (size, seconds) of at least two sizes; what was measured twice counts with its mean."""
+        """Return the curve through (size, seconds) of at least two sizes. Repeated sizes count with their mean."""
         size, seconds = np.array(list(points)).T
         sizes, which = np.unique(size, return_inverse=True)
         return cls(sizes, np.bincount(which, seconds) / np.bincount(which))
@@ -78,12 +78,12 @@ class Curve:
     def _extended(self) -> tuple[np.ndarray, np.ndarray]:
         size, seconds = self.size, self.seconds
         first, last = np.maximum(np.diff(seconds)[[0, -1]] / np.diff(size)[[0, -1]], 0.0)
-        far = 1e6 * size[-1]
+        far = 1e6 * size[-1]  # a point beyond all sizes in use, so that np.interp extrapolates
         at_zero = max(0.0, seconds[0] - first * size[0])
         return np.array([0.0, *size, far]), np.array([at_zero, *seconds, seconds[-1] + last * (far - size[-1])])
 
     def leave_one_out(self) -> np.ndarray:
-        """Relative error at each inner point if it is predicted from its two neighbours."""
+        """Return the relative error at each inner point if it is predicted from its two neighbours."""
         low, here, high = self.size[:-2], self.size[1:-1], self.size[2:]
         share = (here - low) / (high - low)
         return ((1 - share) * self.seconds[:-2] + share * self.seconds[2:]) / self.seconds[1:-1] - 1
@@ -91,14 +91,14 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Time by batch and length, bilinear. Each batch was measured up to a length of its own."""
+    """Time by batch and length, with bilinear interpolation. The longest measured length differs between batches."""
 
     batch: np.ndarray
     length: np.ndarray
     seconds: np.ndarray
-    """[batch, length]. What was not measured is on the line through the last two lengths of its batch."""
+    """[batch, length]. Unmeasured points lie on the line through the last two lengths of their batch."""
     longest: np.ndarray
-    """Last measured length of each batch."""
+    """Longest measured length of each batch."""
 
     def look_up(self, batch: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         (i, u), (j, v) = _cell(self.batch, batch), _cell(self.length, length)
@@ -110,7 +110,7 @@ class Grid:
         return below + u * (above - below), outside
 
     def lines(self) -> list[Curve]:
-        """Its measured points by length for each batch, and by batch for each length."""
+        """Return the measured points as curves: by length for each batch, and by batch for each length."""
         measured = self.length <= self.longest[:, None]
         rows = zip(measured, self.seconds, strict=True)
         columns = zip(measured.T, self.seconds.T, strict=True)
@@ -119,18 +119,18 @@ class Grid:
 
 
 def _cell(points: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the point below, of all but the last, and how far it is to the next one."""
+    """Return the index of the point below (never the last one), and the fraction of the way to the next point."""
     i = np.searchsorted(points[1:-1], at, side="right")
     return i, (at - points[i]) / (points[i + 1] - points[i])
 
 
 def curve(op: str, stack: str, along: str, **fixed: object) -> Curve:
-    """Times of ``op`` by parameter ``along``, the others ``fixed``. ValueError if none were measured."""
+    """Return the times of ``op`` by ``along``, with ``fixed`` other parameters. Raises ValueError if there are none."""
     return Curve.through((float(kernel.params[along]), kernel.seconds) for kernel in _select(op, stack, fixed))
 
 
 def grid(op: str, stack: str, batch: str, length: str) -> Grid:
-    """Times of ``op`` by two parameters. ValueError if none were measured."""
+    """Return the times of ``op`` by two parameters. Raises ValueError if none were measured."""
     points: dict[float, dict[float, float]] = {}
     for kernel in _select(op, stack, {}):
         points.setdefault(float(kernel.params[batch]), {})[float(kernel.params[length])] = kernel.seconds
@@ -151,21 +151,21 @@ def _select(op: str, stack: str, fixed: Mapping[str, object]) -> list[Kernel]:
 
 
 class Prices:
-    """Looks times up, and counts how often one was asked for outside of what was measured."""
+    """Look-up of times that counts the prices outside of what was measured."""
 
     def __init__(self, times: Mapping[str, Times], derived: Collection[str] = ()) -> None:
-        """``derived``: names of times that were not measured anywhere; each of their prices is outside."""
+        """Take ``times`` by name. A rule scaled those named in ``derived``, so all of their prices count as outside."""
         self.times, self._derived = times, derived
         self.outside: Counter[str] = Counter()
 
     def seconds(self, name: str, size: np.ndarray, length: np.ndarray | None = None) -> np.ndarray:
-        """Times at sizes, or at batches and lengths. Size or batch 0 is nothing to do, and takes no time."""
+        """Return the times at sizes, or at batches and lengths. Size or batch 0 means no work, and takes no time."""
         seconds, outside = self.times[name].look_up(*((size,) if length is None else (size, length)))
         runs = size > 0
         self.count(name, int(np.count_nonzero(runs if name in self._derived else outside & runs)))
         return seconds * runs
 
     def count(self, name: str, prices: int = 1) -> None:
-        """Note that so many prices were extrapolated."""
+        """Count ``prices`` extrapolated prices of ``name``."""
         if prices:
             self.outside[name] += prices

@@ -1,8 +1,9 @@
-"""Time on the links: the MoE exchange in both forms, collectives of an engine, and moving experts.
+"""Time on the links: the MoE exchange in both forms, collectives of an engine, and moves of experts.
 
 Collectives are priced by the bytes that the busiest GPU sends or receives over its links. NCCL was measured on 2 and 4
-GPUs; more GPUs of one node take as long as 4 that carry as much each, and count as outside. What crosses nodes goes
-beside what stays within, at the rate of each GPU's own network card: the longer of the two counts, and the latency.
+GPUs. More GPUs of one node take as long as 4 GPUs that carry the same bytes each, and count as outside. Traffic across
+nodes runs in parallel with traffic within nodes, at the rate of each GPU's own network card. The longer of the two
+counts, plus the network latency.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ MEASURED_GPUS = (2, 4)
 COLLECTIVES = ("nccl_all_gather", "nccl_reduce_scatter", "nccl_alltoall")
 ELEMENT_BYTES = 2
 INDEX_BYTES = 4
-"""Of a place, a weight or a count that travels with the tokens."""
+"""Bytes of a place, a weight or a count that travels with the tokens."""
 
 
 def link_curves() -> dict[str, Curve]:
-    """Times of the collectives by bytes over each GPU's links; nccl-tests counts what stays on the GPU too."""
+    """Return times of the collectives by bytes over each GPU's links. Unlike nccl-tests it counts no local bytes."""
     curves = {}
     for op in COLLECTIVES:
         for gpus in MEASURED_GPUS:
@@ -34,7 +35,7 @@ def link_curves() -> dict[str, Curve]:
 
 @dataclass(frozen=True)
 class Links:
-    """How ranks are connected: ``ranks`` over ``nodes``, each GPU with a network card of its own."""
+    """Links between ``ranks`` spread over ``nodes``, with one network card for each GPU."""
 
     prices: Prices
     ranks: int
@@ -61,7 +62,7 @@ class Links:
         return self._node_R[:: self.tp, None] == self._node_R
 
     def collective(self, op: str, gpus: int, moved: np.ndarray) -> np.ndarray:
-        """Time of a collective among ``gpus`` of a node, of which the busiest sends or receives ``moved`` bytes."""
+        """Return the time of a collective among ``gpus`` of a node, whose busiest GPU sends or gets ``moved`` bytes."""
         if gpus == 1:
             return np.zeros(np.shape(moved))
         if gpus not in MEASURED_GPUS:
@@ -69,15 +70,18 @@ class Links:
         return self.prices.seconds(f"{op}_{2 if gpus == 2 else 4}", moved)
 
     def among_all(self, op: str, buffer: np.ndarray) -> np.ndarray:
-        """Time of an all-gather or a reduce-scatter of ``buffer`` bytes over all ranks."""
+        """Return the time of an all-gather or a reduce-scatter of ``buffer`` bytes over all ranks."""
         near = self.collective(op, self.ranks_per_node, buffer * (self.ranks_per_node - 1) / self.ranks_per_node)
-        # Each card brings its share of what the other nodes hold.
+        # The cards of a node share the bytes of the other nodes evenly.
         far = buffer * (self.nodes - 1) / self.nodes / self.ranks_per_node
         return self._both(near, far)
 
     def gather_seconds(self, tokens: int, hidden_bytes: int, choices: int, experts: int) -> float:
-        """Exchange of one layer where every token goes to every rank: all-gathers of the tokens, and of the slots,
-        weights, positions and counts that belong to them; a reduce-scatter of the results."""
+        """Return the exchange time of one layer if every token goes to every rank.
+
+        It consists of all-gathers of tokens and of their slots, weights, positions and counts, and a reduce-scatter of
+        results.
+        """
         if tokens == 0 or self.ranks == 1:
             return 0.0
         numbers = INDEX_BYTES * (3 * choices * tokens + self.ranks * experts)
@@ -85,38 +89,46 @@ class Links:
         return float(sent.sum() + self.among_all("nccl_reduce_scatter", np.array(tokens * hidden_bytes)))
 
     def sparse_seconds_L(self, copies_LSR: np.ndarray, hidden_bytes: int, choices: int, experts: int) -> np.ndarray:
-        """Exchange of each layer where tokens go to the ranks that hold their experts: counts to all; tokens, then
-        places and weights, there; results back. ``copies_LSR``: tokens of each source that go to each rank."""
+        """Return the exchange time [L] if tokens go to the ranks that hold their experts.
+
+        Counts go to all ranks. Then tokens, and places with weights, go to the ranks, and results return.
+        ``copies_LSR`` has the tokens of each source that go to each rank.
+        """
         if self.ranks == 1 or not copies_LSR.any():
             return np.zeros(len(copies_LSR))
         counts = self.among_all("nccl_all_gather", np.array(INDEX_BYTES * self.ranks * (experts + self.ranks)))
         near_L, far_L = self.busiest_rows_L(copies_LSR)
+        # Three all-to-alls: tokens, places with weights, results.
         row_bytes = np.array([[hidden_bytes], [2 * INDEX_BYTES * choices], [hidden_bytes]])
         near = self.collective("nccl_alltoall", self.ranks_per_node, near_L * row_bytes)
         return self._both(near, far_L * row_bytes).sum(axis=0) + counts
 
     def gather_far_bytes(self, tokens: int, hidden_bytes: int, choices: int, experts: int) -> float:
-        """Bytes that cross nodes in the exchange of one layer where every token goes to every rank.
+        """Return the bytes that cross nodes in the exchange of one layer if every token goes to every rank.
 
-        As ``among_all`` prices it: every node gets once what the others hold.
+        Every node gets the bytes of the other nodes once, as ``among_all`` prices it.
         """
         numbers = INDEX_BYTES * (3 * choices * tokens + self.ranks * experts)
         return float((self.nodes - 1) * (2 * tokens * hidden_bytes + numbers)) if tokens else 0.0
 
     def sparse_far_bytes(self, copies_LSR: np.ndarray, hidden_bytes: int, choices: int) -> float:
-        """Bytes that cross nodes in the exchange of all layers where tokens go to the ranks that hold their experts:
-        tokens with their places and weights there, results back. Without the counts, which any placement sends."""
+        """Return the bytes that cross nodes in all layers if tokens go to the ranks that hold their experts.
+
+        They are tokens with places and weights, and results. Counts are not included, because their bytes do not
+        depend on the placement.
+        """
         row_bytes = 2 * hidden_bytes + 2 * INDEX_BYTES * choices
         return float((copies_LSR * ~self._same_node_SR).sum() * row_bytes)
 
     def busiest_rows_L(self, copies_LSR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that the busiest rank of each layer sends or receives, within its node and to or from others.
+        """Return the rows that the busiest rank of each layer sends or receives: within its node, and across nodes.
 
-        Each rank of a source holds the same share of its tokens; those that stay on their rank do not travel.
+        Each rank of a source holds the same share of its tokens. Tokens that stay on their rank do not travel.
         """
         source_R, same_SR = self._source_R, self._same_node_SR
         stay_LR = copies_LSR[:, source_R, np.arange(self.ranks)] / self.tp
         near_LSR = copies_LSR * same_SR
+        # A rank is as busy as the larger of the rows that it sends and those that it receives.
         near_sent_LR = near_LSR.sum(axis=2)[:, source_R] / self.tp - stay_LR
         near_L = np.maximum(near_sent_LR, near_LSR.sum(axis=1) - stay_LR).max(axis=1)
         if self.nodes == 1:
@@ -126,10 +138,10 @@ class Links:
         return near_L, np.maximum(far_sent_LS.max(axis=1), far_got_LR.max(axis=1))
 
     def move_seconds(self, src_rank: np.ndarray, dst_rank: np.ndarray, row_bytes: int) -> float:
-        """Time of rows that each go from one rank to another, all at once."""
+        """Return the time to move rows, each from one rank to another, all in parallel."""
         sent_RR = np.zeros((self.ranks, self.ranks))
         np.add.at(sent_RR, (src_rank, dst_rank), float(row_bytes))
-        np.fill_diagonal(sent_RR, 0.0)
+        np.fill_diagonal(sent_RR, 0.0)  # rows that stay on their rank do not use a link
         same_RR = self._node_R[:, None] == self._node_R
         near, far = (
             np.maximum(part_RR.sum(axis=0), part_RR.sum(axis=1)).max()
@@ -138,6 +150,6 @@ class Links:
         return float(self._both(self.collective("nccl_alltoall", self.ranks_per_node, near), far))
 
     def _both(self, near_seconds: np.ndarray, far: np.ndarray) -> np.ndarray:
-        """Time of what stays within nodes with ``far`` bytes of each GPU that cross them."""
+        """Combine the time within nodes with ``far`` bytes that each GPU sends across nodes at the same time."""
         crossing = np.maximum(near_seconds, far / self.network_bandwidth) + self.network_latency_s
         return np.where(far > 0, crossing, near_seconds)

@@ -1,8 +1,8 @@
-"""Offline systems: experts, and for Sem-MoE the engines of requests, placed before a run by what a profile knows.
+"""Placement of experts before a run, for offline systems. For Sem-MoE also the assignment of requests to engines.
 
-A profile is the router's own bank of tokens, weighted by the tokens that the requests have on each topic: what a long
-run with that traffic would count, without its noise.
-J: profiles of the bank, a prompt's and an output's for each topic; N: requests.
+Traffic is profiled on the router's own bank of tokens, weighted by the tokens of the requests on each topic. The result
+is the expected count of a long run with that traffic, without noise.
+Axes: J profiles of the bank (prompt and output of each topic), N requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gimbal_jax.simulation.routing import BANK_TOKENS, Router
 from gimbal_jax.simulation.workload import Arrival
 
 SEM_MOE_SAMPLE = 64
-"""Requests, evenly spaced, that Sem-MoE places experts by; then all requests go to engines."""
+"""Number of evenly spaced requests by which Sem-MoE places experts. Then it assigns all requests to engines."""
 
 
 def place_offline(
@@ -32,12 +32,12 @@ def place_offline(
     mesh: MeshConfig,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, tuple[Arrival, ...]]:
-    """slot_of_expert_LE to start from, and the arrivals, with engines if the policy gives them.
+    """Return slot_of_expert_LE at the start, and the arrivals, with engines if the policy assigns them.
 
-    ``moetuner`` knows the traffic of ``earlier``. ``sem_moe`` is an oracle and knows that of ``arrivals``: every
-    request goes to the engine that holds most of its experts, at most ceil(N / S) to each over the whole run, whenever
-    they come. All requests weigh alike in it, however long they are: by tokens, an engine with the long ones would get
-    all popular experts, and these draw more long ones.
+    ``moetuner`` knows the traffic of ``earlier``. ``sem_moe`` is an oracle that knows the traffic of ``arrivals``. It
+    assigns requests to the engines that hold most of their experts. Each engine gets at most ceil(N / S) requests over
+    the whole run, at any times. Requests count equally there, independently of their length. If they counted by
+    tokens, an engine with long requests would get all popular experts, and these would draw more long requests.
     """
     match policy:
         case "moetuner":
@@ -48,23 +48,23 @@ def place_offline(
 
 
 def tokens_NJ(router: Router, arrivals: Sequence[Arrival], source: int) -> np.ndarray:
-    """Tokens of each request on each profile, if it goes to this source."""
+    """Return the tokens of each request on each profile, if all requests go to ``source``."""
     counted_NJ = np.zeros((len(arrivals), 2 * router.topics))
     for n, arrival in enumerate(arrivals):
         prompt = router.prompt_token(arrival.topic)
         counted_NJ[n, router.profile(prompt, source, arrival.time_s)] = arrival.input_tokens
         output = router.profile(router.output_token(prompt), source, arrival.time_s)
-        counted_NJ[n, output] = arrival.output_tokens - 1  # the last one is never computed
+        counted_NJ[n, output] = arrival.output_tokens - 1  # the last token is never computed
     return counted_NJ
 
 
 def chosen_JLE(router: Router) -> np.ndarray:
-    """Expert tokens that one token of each profile makes, on average."""
+    """Return the mean expert tokens [J, L, E] of one token of each profile."""
     return router.blocks_JXLE.sum(axis=1) / BANK_TOKENS
 
 
 def transitions_LEE(router: Router, tokens_J: np.ndarray) -> np.ndarray:
-    """[L-1, E, E]: pairs of a token's experts in consecutive layers, as many as these tokens make."""
+    """Return the expected pairs of experts in consecutive layers [L-1, E, E] that ``tokens_J`` make."""
     total_LEE = np.zeros((router.layers - 1, router.experts, router.experts))
     for profile in np.flatnonzero(tokens_J):
         chosen_LNE = np.zeros((router.layers, BANK_TOKENS, router.experts), np.float32)
@@ -86,10 +86,11 @@ def _sem_moe(
     share_SNJ = tokens_SNJ / tokens_SNJ.sum(axis=2, keepdims=True)
     profile_JLE = chosen_JLE(router)
     sampled = np.linspace(0, len(arrivals) - 1, min(SEM_MOE_SAMPLE, len(arrivals))).round().astype(int)
-    # Requests on their source's topic are taken to be at each source in turn.
+    # A request with its source's own topic has no source yet, so the sampled requests rotate over the sources.
     chosen_NLE = np.tensordot(share_SNJ[np.arange(len(sampled)) % mesh.dp, sampled], profile_JLE, axes=1)
     plan = sem_moe_plan(chosen_NLE, mesh.dp, mesh.ranks, rng)
     source_LE = rank_of_expert(plan.slot_of_expert_LE, mesh.ranks) // mesh.tp
+    # Share of each request's expert tokens that stays local on each engine; requests go where it is high.
     local_SJ = np.stack([(profile_JLE * (source_LE == source)).sum(axis=(1, 2)) for source in range(mesh.dp)])
     local_NS = np.stack([share_SNJ[source] @ local_SJ[source] for source in range(mesh.dp)], axis=1)
     engine_N = assign(local_NS, -(-len(arrivals) // mesh.dp))

@@ -1,4 +1,4 @@
-"""A run as a record that JSON can hold."""
+"""The record of a run, for JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gimbal_jax.simulation.simulate import Run
 
 
 def run_record(run: Run) -> dict[str, Any]:
-    """The numbers of a run, all of them simulated. Seconds, tokens and requests; None for what was not measured.
+    """Return the simulated numbers of a run in seconds, tokens and requests. None means not measured.
 
-    Of placement decisions only the last ``RECORDS`` (see ``serving.rebalance``) are known and counted.
+    The server keeps only its last ``serving.placement.rebalance.RECORDS`` placement decisions, so only these count.
     """
     outcomes = Counter(record.outcome for record in run.placements)
     record = {
@@ -43,7 +43,7 @@ def run_record(run: Run) -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

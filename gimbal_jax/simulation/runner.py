@@ -1,8 +1,8 @@
-"""The devices, simulated: steps route by a bank, count as the real ones do, and take the time that they cost."""
+"""Simulated devices. Steps route tokens by a bank, count them as real steps do, and take the time of their price."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,20 +10,30 @@ import numpy as np
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Plan, StepResult
-from gimbal_jax.serving.engine.runner import Lap
+from gimbal_jax.serving.engine.runner import Mark, Pending
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.routing import BLOCK_TOKENS, Router
 from gimbal_jax.simulation.work import Costs, EngineWork, StepWork
 
 
 class SimulatedRunner:
-    """A ``Runner`` on a virtual clock. No token ends an output: lengths come with the requests.
+    """A ``Runner`` on a virtual clock. No token ends an output, because requests have given lengths.
 
-    Tokens, counts and prices of a step are settled when it is enqueued; its time passes when one waits for its results.
+    ``enqueue`` fixes tokens, counts and price of a step. Its time passes when the caller waits for its results.
+
+    Attributes:
+      expert_bytes: bytes of one expert of one layer.
+      seconds: time that passed in steps, by part, and in migrations.
+      steps: number of steps so far.
+      pairs: (token, choice) pairs of all layers so far.
+      remote_pairs: pairs that left their source's ranks.
+      far_pairs: pairs that left their source's node.
+      far_bytes: sum of ``Costs.far_bytes`` over the steps.
+      fullest_pairs: pairs of the fullest rank, summed over layers and steps. Imbalance is this times ranks / ``pairs``.
     """
 
     ahead = 0
-    """The prices are of steps and all that is between them, measured without overlap."""
+    """Steps that are enqueued ahead: none, because the prices include the time between steps without overlap."""
 
     def __init__(
         self,
@@ -37,56 +47,51 @@ class SimulatedRunner:
         overlapped: bool = False,
         on_time: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """``overlapped``: experts move beside the steps; see ``Costs.migration_seconds``.
+        """Start at the placement ``slot_of_expert_LE``. If ``overlapped``, experts move while steps run.
 
-        ``on_time`` is called with the seconds of each step and of each round of moves when they have passed.
+        ``on_time`` is called with the seconds of each step and of each round of moves, after they have passed.
         """
         self.expert_bytes = expert_bytes
         self.seconds: Counter[str] = Counter()
-        """Time that passed in steps, by part, and in migrations."""
         self.steps = 0
         self.pairs = 0
-        """(token, choice) pairs of all layers so far."""
         self.remote_pairs = 0
-        """Those of them that left their source's ranks."""
         self.far_pairs = 0
-        """Those of them that left their source's node."""
         self.far_bytes = 0.0
-        """See ``Costs.far_bytes``."""
         self.fullest_pairs = 0
-        """Pairs of the fullest rank of each layer and step, added up: times ranks over ``pairs`` is the imbalance."""
         self._config, self._router, self._costs, self._clock, self._rng = config, router, costs, clock, rng
         self._overlapped, self._on_time = overlapped, on_time
         node_R = np.arange(config.mesh.ranks) // config.mesh.ranks_per_node
+        # Source s has the node of its first rank.
         self._far_SR = node_R[:: config.mesh.tp, None] != node_R
         self._slots_LE = slot_of_expert_LE.astype(np.int32)
         self._expert_of_slot_LP = np.argsort(self._slots_LE, axis=1)
         self._counts_LSE = self._no_counts()
+        # Output token after each token id, to look up a whole batch.
         self._after = np.array([router.output_token(token_id) for token_id in range(router.token_ids)], np.int32)
-        """The token after each one."""
-        self._in_flight: deque[tuple[list[StepResult], float]] = deque()
-        """Results, and the seconds until they are there."""
 
     @property
     def slot_of_expert_LE(self) -> np.ndarray:
         return self._slots_LE
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
+        # Route and count with the placement before the step, then price its work.
         counts_LSE = self._route(plans)
         self._counts_LSE += counts_LSE
         work = StepWork(tuple(engine_work(plan) for plan in plans), self._by_slot(counts_LSE), self._config.mesh.ranks)
-        lap("batch")
+        mark("batch")
         self._add_up(work)
         parts = self._costs.step_parts(work)
         self.seconds.update(parts)
         self.steps += 1
-        self._in_flight.append(([self._result(plan) for plan in plans], sum(parts.values())))
+        results, seconds = [self._result(plan) for plan in plans], sum(parts.values())
 
-    def results(self) -> list[StepResult]:
-        results, seconds = self._in_flight.popleft()
-        self._clock.advance(seconds)
-        self._on_time(seconds)
-        return results
+        def pending() -> list[StepResult]:
+            self._clock.advance(seconds)
+            self._on_time(seconds)
+            return results
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         counts_LSE, self._counts_LSE = self._counts_LSE, self._no_counts()
@@ -105,18 +110,19 @@ class SimulatedRunner:
         return 0
 
     def _no_counts(self) -> np.ndarray:
-        """Zeros [L, S, E], source by source in memory, as they are counted."""
+        """Return zeros [L, S, E]. In memory the sources are outermost, the order in which they are counted."""
         layers, experts = self._slots_LE.shape
         return np.zeros((self._config.mesh.dp, layers, experts), np.int64).swapaxes(0, 1)
 
     def _route(self, plans: Sequence[Plan]) -> np.ndarray:
-        """Expert tokens [L, S, E] of all chunks: whole blocks of long ones, token by token what is left."""
+        """Return the expert tokens [L, S, E] of all chunks and decode rows, in blocks and for the rest by token."""
         router, now = self._router, self._clock.now
         blocks_G: list[tuple[int, np.ndarray]] = []
         token_ids: list[int] = []
         sources: list[int] = []
         for s, plan in enumerate(plans):
             for chunk in plan.prefill:
+                # All tokens of a prompt have one id, so whole blocks stand for most of a chunk.
                 token_id = int(chunk.tokens[0])
                 blocks, rest = divmod(len(chunk.tokens), BLOCK_TOKENS)
                 if blocks:
@@ -125,6 +131,7 @@ class SimulatedRunner:
                 sources += [s] * rest
             token_ids += plan.decode.token_D.tolist()
             sources += [s] * len(plan.decode)
+        # Count all single tokens together, and then add the blocks.
         source_B = np.array(sources, np.int64)
         profile_B = router.profile(np.array(token_ids, np.int64), source_B, now)
         counts_LSE = router.count_tokens(profile_B, source_B, len(plans), self._rng)
@@ -133,7 +140,7 @@ class SimulatedRunner:
         return counts_LSE
 
     def _by_slot(self, counts_LSE: np.ndarray) -> np.ndarray:
-        """The same by slot: [L, S, P]."""
+        """Return expert tokens [L, S, E] by slot [L, S, P]."""
         layers, sources, experts = counts_LSE.shape
         place_LP = np.arange(layers)[:, None] * experts + self._expert_of_slot_LP
         counts_SC = counts_LSE.swapaxes(0, 1).reshape(sources, -1)  # C: places l * E + e
@@ -156,7 +163,7 @@ class SimulatedRunner:
 
 
 def engine_work(plan: Plan) -> EngineWork:
-    """What a plan computes."""
+    """Return the work of a plan."""
     return EngineWork(
         decode_contexts=plan.decode.start_D.astype(np.int64) + 1,
         prefill=tuple((chunk.start, len(chunk.tokens)) for chunk in plan.prefill),

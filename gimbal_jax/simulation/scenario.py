@@ -1,4 +1,4 @@
-"""One simulated run in one record, from the system to the seed; and the rate that a system sustains."""
+"""All inputs of a simulated run in one record, and the rate that a system sustains."""
 
 from __future__ import annotations
 
@@ -19,55 +19,59 @@ from gimbal_jax.simulation.costs import h100_costs
 from gimbal_jax.simulation.profile import place_offline
 from gimbal_jax.simulation.results import run_record
 from gimbal_jax.simulation.routing import Router, RoutingConfig, recorded_router, synthetic_router
-from gimbal_jax.simulation.shapes import MEASURED
+from gimbal_jax.simulation.shapes import MEASURED, unpriced_fields
 from gimbal_jax.simulation.simulate import Run, Testbed, simulate
 from gimbal_jax.simulation.systems import SYSTEMS
 from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import WorkloadConfig, make_workload
 
 MODEL = PRESETS[MEASURED]
-"""The paper's model too."""
+"""The model whose kernels were measured, which is also the paper's."""
+MODELS = tuple(name for name, preset in PRESETS.items() if not unpriced_fields(preset))
+"""Names of the models whose steps have prices."""
 DEFAULT_WORKLOAD = WorkloadConfig()
 DEFAULT_ROUTING = RoutingConfig()
 PAPER_MESH = MeshConfig(dp=2, tp=2)
 KV_TOKENS = 1_199_872
-"""Tokens that an engine's KV cache holds on 4xH100 at DP 2 x TP 2, as `gimbal mesh plan` says."""
+"""Tokens in an engine's KV cache on 4xH100 at DP 2 x TP 2, from `gimbal mesh plan`."""
 REFERENCE = "vllm"
-"""Shares of capacity are shares of this system's, so that all systems are compared at one rate."""
+"""System whose capacity ``share_of_capacity`` refers to, so that all systems are compared at one rate."""
 EARLIER_SEED = 10_000
-"""Added to the seed for the run that an offline system was profiled on."""
+"""Added to the seed for the earlier run by which an offline system is profiled."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """All that a simulated run depends on. The defaults are the paper's testbed: 4 H100s, DP 2, TP 2."""
+    """All inputs of a simulated run. The defaults are the paper's testbed: 4 H100s, DP 2, TP 2."""
 
     system: str = "gimbal"
-    """One of ``SYSTEMS``."""
+    """Name of one of ``SYSTEMS``."""
     costs: CostSet = "graph"
     workload: WorkloadConfig = DEFAULT_WORKLOAD
     share_of_capacity: float | None = None
-    """Sets the workload's rate, as a share of what the system ``REFERENCE`` sustains in this scenario."""
+    """Rate as a share of the rate that ``REFERENCE`` sustains in this scenario; None for the workload's own rate."""
     routing: RoutingConfig = DEFAULT_ROUTING
     recording: str | None = None
-    """Counts file of a real server to route by. Of ``routing`` only ``trend_s`` counts: how long a window lasts."""
+    """Counts file of a real server to route by, or None. It uses only ``trend_s`` of ``routing``, the window length."""
     model: str = MEASURED
-    """A preset's name."""
+    """One of ``MODELS``."""
     mesh: MeshConfig = PAPER_MESH
     exchange: Exchange = "sparse"
     token_budget: int = GPU_ENGINE.token_budget
     max_rows: int = 256
-    """As many as vLLM runs at once (``max_num_seqs``) by default in the paper's time."""
+    """Most requests per engine and step: vLLM's default ``max_num_seqs`` in the paper's time."""
     kv_tokens: int = KV_TOKENS
-    """Of each engine."""
+    """Tokens in the KV cache of each engine."""
     seed: int = 0
-    """Of the router, the workload and the run."""
+    """Seed of the router, the workload and the run."""
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
             raise ValueError(f"system must be one of {', '.join(SYSTEMS)}, not {self.system}")
         if self.model not in PRESETS:
-            raise ValueError(f"model must be one of {', '.join(PRESETS)}, not {self.model}")
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, not {self.model}")
+        if errors := unpriced_fields(PRESETS[self.model]):
+            raise ValueError(f"model {self.model}: {errors[0]}")
         if self.share_of_capacity is not None and not 0 < self.share_of_capacity < float("inf"):
             raise ValueError(f"share_of_capacity must be above 0 and finite, not {self.share_of_capacity}")
         for name in ("persistence", "trend"):
@@ -87,7 +91,7 @@ OnDone = Callable[[Measurement], None]
 
 
 def run_scenario(scenario: Scenario, on_done: OnDone = lambda measurement: None) -> dict[str, Any]:
-    """Run it, and tell it as JSON can hold it: the scenario, the rate, and what ``run_record`` says."""
+    """Run a scenario, and return for JSON the scenario, the rate, and the fields of ``run_record``."""
     at_rate = with_rate(scenario)
     run = simulate_scenario(at_rate, on_done)
     return {"scenario": asdict(scenario), "rate": at_rate.workload.rate, **run_record(run)}
@@ -96,14 +100,15 @@ def run_scenario(scenario: Scenario, on_done: OnDone = lambda measurement: None)
 def simulate_scenario(
     scenario: Scenario, on_done: OnDone = lambda measurement: None, costs: Costs | None = None
 ) -> Run:
-    """Run it, at these costs or else those that it names; a share of capacity is always by those that it names.
+    """Run a scenario and return the run, which is the same for equal scenarios.
 
-    The same scenario gives the same run.
+    ``costs`` replaces the scenario's named costs in the run. A share of capacity always uses the named costs.
     """
     scenario = with_rate(scenario)
     system, mesh = SYSTEMS[scenario.system], scenario.mesh
     router = scenario_router(scenario)
     arrivals = make_workload(scenario.workload, router, scenario.seed)
+    # An offline system starts from a placement by a profile, and may assign requests to engines.
     slot_of_expert_LE = None
     if system.offline is not None:
         earlier = make_workload(scenario.workload, router, scenario.seed + EARLIER_SEED)
@@ -115,7 +120,7 @@ def simulate_scenario(
 
 
 def testbed(scenario: Scenario) -> Testbed:
-    """What the scenario runs on. Queues hold all of its requests, so that none is refused."""
+    """Return the model, mesh and engine of a scenario. Queues hold all requests, so that none is rejected."""
     model = PRESETS[scenario.model]
     engine = replace(
         GPU_ENGINE,
@@ -131,12 +136,12 @@ def testbed(scenario: Scenario) -> Testbed:
 
 
 def scenario_router(scenario: Scenario) -> Router:
-    """Its router; the last ones are kept, since drawing their banks takes a second."""
+    """Return the router of a scenario. The last ones are cached, because drawing a bank takes a second."""
     return _router(scenario.model, scenario.routing, scenario.recording, scenario.mesh.dp, scenario.seed)
 
 
 def with_rate(scenario: Scenario) -> Scenario:
-    """The same scenario with its share of capacity turned into a rate."""
+    """Return the scenario with its share of capacity turned into a rate."""
     if scenario.share_of_capacity is None:
         return scenario
     rate = scenario.share_of_capacity * capacity(replace(scenario, system=REFERENCE))
@@ -144,11 +149,11 @@ def with_rate(scenario: Scenario) -> Scenario:
 
 
 def capacity(scenario: Scenario) -> float:
-    """Requests per second that the scenario's system sustains, whatever rate and arrivals it names.
+    """Return the requests per second that the scenario's system sustains. Its rate and arrivals are ignored.
 
-    All requests come at once, enough of them to fill all rows four times. Measured is from where half of
-    them have their first token to where all have, so while rows are full and requests wait: tokens per second, prompts
-    and outputs, over the mean tokens of a request.
+    All requests arrive at time 0, enough to fill all rows four times. The measurement runs from the time when half of
+    them have their first token to the time when all have it. In this time rows are full and requests wait. The rate is
+    tokens per second, prompts and outputs, divided by the mean tokens of a request.
     """
     requests = max(scenario.workload.requests, 4 * scenario.mesh.dp * scenario.max_rows)
     workload = replace(scenario.workload, requests=requests, arrivals="at-once", rate=1.0)
@@ -161,14 +166,15 @@ def _capacity(scenario: Scenario) -> float:
 
 
 def sustained_rate(requests: Sequence[Measurement]) -> float:
-    """Requests per second of a run in which all came at 0; see ``capacity``.
+    """Return the requests per second of a run in which all requests arrived at time 0, as ``capacity`` defines it.
 
-    A prompt and its first token count when that token is there, the other tokens evenly from then to the end.
+    A prompt and its first token count when that token arrives. The other tokens count evenly from then to the end.
     """
     first_N, end_N = (np.array([getattr(r, name) for r in requests]) for name in ("ttft_s", "e2e_s"))
     prompt_N, output_N = (np.array([getattr(r, name) for r in requests]) for name in ("input_tokens", "output_tokens"))
     begin, end = np.median(first_N), first_N.max()
     inside_N = np.clip(end_N, begin, end) - np.clip(first_N, begin, end)
+    # Prompts that ended inside the measured time, and the share of the outputs that lies inside it.
     tokens = (prompt_N + 1)[first_N > begin].sum()
     tokens += ((output_N - 1) * inside_N / np.maximum(end_N - first_N, 1e-9)).sum()
     return float(tokens / (end - begin) / (prompt_N + output_N).mean())

@@ -1,8 +1,9 @@
-"""Shapes that kernels were measured for, and how their times carry over to the shapes of another model.
+"""Shapes for which kernels were measured, and rules that scale their times to the shapes of another model.
 
-Rules, nothing fitted: a kernel is as efficient at another shape as at the measured one, so its time is in proportion to
-the bytes and FLOP of that shape. A product's go with columns times depth, decode attention's with KV heads, prefill
-attention's with query heads, an expert's with its weights, and what is done with a token with the hidden size.
+Nothing is fitted. A kernel is assumed to be as efficient at another shape as at the measured one, so its time is
+proportional to the bytes and FLOP of the shape. A product scales with columns times depth. Decode attention scales
+with KV heads, and prefill attention with query heads. An expert scales with its weights, and the handling of a token
+with the hidden size.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ MEASURED = "Qwen3-30B-A3B"
 """The model whose kernels were measured."""
 HIDDEN, EXPERT_WIDTH, HEAD_DIM = 2048, 768, 128
 TP, QUERY_HEADS, KV_HEADS = 2, 16, 2
-"""Attention and its projections: of one rank."""
+"""Measured shapes of attention and its projections, on one rank."""
 QKV_COLUMNS = (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM
 HEAD_COLUMNS = 65536
-"""The widest product measured; the output head's time is in proportion to its columns."""
+"""Columns of the widest measured product. The time of the output head is proportional to its columns."""
 REQUIRED = {"num_experts": EXPERTS, "experts_per_token": CHOICES, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
-"""What no rule carries over."""
+"""Fields that a model must share with the measured one, because no rule scales them."""
 DERIVED = frozenset({"qkv_and_output", "router", "head", "decode_attention", "prefill_attention"})
-"""Kernels that have a shape of the model's; collectives go by bytes alone."""
+"""Kernels whose times depend on shapes of the model. Collectives depend on bytes alone."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A rank's work in each kernel over that of the measured shape, for as many tokens or rows."""
+    """Work of a rank in each kernel, relative to the measured shape with equally many tokens or rows."""
 
     qkv: float
     output: float
     depth: float
-    """Of the router and of the head's columns; also of what a token's bytes cost beside the expert products."""
+    """Share of the router and of each column of the head. Also the share of the bytes of a token in ``handling``."""
     kv_heads: float
     query_heads: float
     expert: float
-    """Weights of an expert: its bytes, and the FLOP of each of its pairs."""
+    """Share of an expert's weights, which stands for its bytes and for the FLOP of each of its pairs."""
 
 
 def shares(model: ModelConfig, tp: int) -> Shares:
-    """Of a rank of ``tp``; with more ranks than KV heads each holds a whole one."""
+    """Return the shares of one of ``tp`` ranks. A rank holds at least one whole KV head."""
     query_heads, kv_heads = model.num_heads / tp, max(model.num_kv_heads / tp, 1)
     depth = model.hidden_size / HIDDEN
     columns = (query_heads + 2 * kv_heads) * HEAD_DIM
@@ -56,16 +57,24 @@ def shares(model: ModelConfig, tp: int) -> Shares:
 
 
 def is_measured(model: ModelConfig) -> bool:
-    """Whether the kernels were measured for this model's layers, however many."""
+    """Return whether the kernels were measured for layers of this model's shape. The number of layers may differ."""
     wide = model.hidden_size, model.moe_intermediate_size, model.num_heads, model.num_kv_heads
     return wide == (HIDDEN, EXPERT_WIDTH, TP * QUERY_HEADS, TP * KV_HEADS)
 
 
+def unpriced_fields(model: ModelConfig) -> list[str]:
+    """Return an error for each field that no rule scales and that differs from the measured model."""
+    return [
+        f"{name} {getattr(model, name)}: H100 kernels were measured for {required} only"
+        for name, required in REQUIRED.items()
+        if getattr(model, name) != required
+    ]
+
+
 def check_shapes(model: ModelConfig, mesh: MeshConfig) -> None:
-    """ValueError unless there is a price for every layer, and engines lie within nodes."""
-    for name, required in REQUIRED.items():
-        if getattr(model, name) != required:
-            raise ValueError(f"{name} {getattr(model, name)}: H100 kernels were measured for {required} only")
+    """Raise ValueError unless every layer has a price and every engine lies within one node."""
+    if errors := unpriced_fields(model):
+        raise ValueError(errors[0])
     if len(model.moe_layers) != model.num_layers:
         raise ValueError("moe_layers: H100 kernels were measured for models whose layers all have experts")
     if mesh.tp not in (1, 2, 4):

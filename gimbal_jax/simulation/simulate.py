@@ -1,6 +1,6 @@
 """A whole run under virtual time: arrivals are dispatched, engines tick, and clients are measured.
 
-Server, dispatcher, queues, traffic and placement are those that serve; devices, clock and clients are simulated.
+EngineCore, dispatcher, queues, traffic and placement are the server's code. Devices, clock and clients are simulated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from gimbal_jax.exceptions import QueueFull
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.admission import admit
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams
+from gimbal_jax.serving.engine.request import Request, SamplingParams
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
 from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 from gimbal_jax.simulation.routing import Router
@@ -31,12 +32,12 @@ from gimbal_jax.simulation.work import Costs
 from gimbal_jax.simulation.workload import Arrival
 
 GAP_PERIOD_S = 10.0
-"""Prompt throughput is compared between engines over periods of this length, as vLLM's log does."""
+"""Seconds of the periods over which engines' prompt throughput is compared, as in vLLM's log."""
 
 
 @dataclass(frozen=True)
 class Testbed:
-    """What the systems run on."""
+    """Model, mesh and engine limits that the compared systems run on."""
 
     model: ModelConfig
     mesh: MeshConfig
@@ -45,20 +46,20 @@ class Testbed:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came of a run. Means over time are weighted by it, from the first arrival to the last token."""
+    """Results of a run. Means over time are weighted by time, from time 0 to the last token."""
 
     requests: tuple[Measurement, ...]
-    """In the order of arrival."""
+    """Measurements in the order of arrival."""
     clients: Summary
     seconds: float
-    """From 0 to the last token."""
+    """Seconds from time 0 to the last token."""
     steps: int
     parts: Mapping[str, float]
     """Seconds that passed in steps, by part, and in migrations."""
     live: float
-    """Mean number of requests that have arrived and not ended."""
+    """Mean number of requests that have arrived and have not ended."""
     running: float
-    """Mean number of requests that an engine runs; what of ``live`` does not run waits."""
+    """Mean number of running requests per engine. The other ``live`` requests wait."""
     kv_use: float
     """Mean share of KV pages in use."""
     prompt_gap: float
@@ -70,7 +71,7 @@ class Run:
     far_share: float
     """Share of expert tokens that left their source's node."""
     far_bytes: float
-    """What the exchange sent from one node to another; moves of experts are no part of it."""
+    """Bytes that the exchange sent between nodes, without moves of experts."""
     placements: tuple[PlacementRecord, ...]
     experts_moved: int
     bytes_moved: int
@@ -79,9 +80,9 @@ class Run:
     """Tokens that went through the model, recomputed ones included."""
     counts_LSE: np.ndarray
     slot_of_expert_LE: np.ndarray
-    """At the end."""
+    """Placement at the end."""
     outside: Mapping[str, int]
-    """Prices that were extrapolated, by operation; see ``Costs.outside``."""
+    """Number of extrapolated prices, by operation (``Costs.outside``)."""
 
 
 def simulate(
@@ -94,20 +95,22 @@ def simulate(
     slot_of_expert_LE: np.ndarray | None = None,
     on_done: Callable[[Measurement], None] = lambda measurement: None,
 ) -> Run:
-    """Serve all arrivals (by rising time); the same arguments give the same run.
+    """Serve all arrivals, which are sorted by time, and return the run. Equal arguments give equal runs.
 
-    ``slot_of_expert_LE`` is the placement at the start, by default the contiguous one.
+    ``slot_of_expert_LE`` is the placement at the start; None for the contiguous one. ``on_done`` gets the measurement
+    of each request when it ends. Raises ValueError if a request is longer than the engine's limits allow.
     """
     return _Simulation(system, testbed, costs, router, seed, slot_of_expert_LE, on_done).run(arrivals)
 
 
 @dataclass(slots=True)
 class _Live:
-    """What the client of a request that has not ended saw so far."""
+    """Observations of the client of a request that has not ended."""
 
     arrival_s: float
     input_tokens: int
-    ticket: Ticket
+    ticket: Ticket | None = None
+    """The dispatcher's ticket; None if the queue was full."""
     output_tokens: int = 0
     ttft_s: float = math.nan
 
@@ -131,6 +134,7 @@ class _Simulation:
         on_done: Callable[[Measurement], None],
     ) -> None:
         model, mesh, placement = testbed.model, testbed.mesh, system.placement
+        # Blocking systems move all experts in one tick, so the bytes per tick are unlimited.
         blocking = system.migration == "blocking"
         if blocking:
             placement = replace(placement, migrate_bytes_per_tick=2**63)
@@ -151,16 +155,16 @@ class _Simulation:
             overlapped=system.migration == "overlapped",
             on_time=self._observe,
         )
-        self._server = Server(model, config, self._runner, lambda: clock.now, placement_executor=decisions)
-        self._server.on_outputs = self._deliver
+        rebalancer = Rebalancer(model, config, self._runner, decisions)
+        self._server = EngineCore(model, config, self._runner, rebalancer, lambda: clock.now)
+        self._server.subscribe(self._deliver)
         self._dispatcher = Dispatcher(mesh.dp, system.dispatch, testbed.engine.token_budget, draw=rng.random)
         self._first_window_steps = system.first_window_steps
         self._clock, self._config, self._costs, self._router, self._on_done = clock, config, costs, router, on_done
-        self._observed: tuple[Trace, ...] = ()
         self._live: dict[str, _Live] = {}
         self._done: dict[str, Measurement] = {}
+        # Integrals over virtual time, from which the report computes means.
         self._live_integral = self._changed = 0.0
-        """Live requests over time, up to the last change of their number."""
         self._running_integral = self._kv_integral = 0.0
         self._prompt_tokens_S = np.zeros(mesh.dp, np.int64)
         self._gaps: list[float] = []
@@ -169,9 +173,10 @@ class _Simulation:
         clock, period = self._clock, self._config.dispatch.trace_period_s
         self._check(arrivals)
         for number, arrival in enumerate(arrivals):
-            clock.at(arrival.time_s, partial(self._arrive, str(number), arrival))
+            clock.at(arrival.time_s, partial(self._arrive, number, arrival))
         clock.at(GAP_PERIOD_S, self._sample_gap)
         self._server.open()
+        # Some systems decide for the first time before the first window of steps has ended.
         asked = self._first_window_steps is None
         while len(self._done) < len(arrivals):
             began = clock.now
@@ -179,7 +184,7 @@ class _Simulation:
             if not asked and self._runner.steps >= (self._first_window_steps or 0):
                 self._server.rebalance()
                 asked = True
-            if clock.now == began:  # nothing to run: as long as the real server sleeps
+            if clock.now == began:  # no work: wait for the next event, at most as long as the real server sleeps
                 clock.advance(min(period, clock.next_due - began))
         return self._report(len(arrivals))
 
@@ -192,26 +197,27 @@ class _Simulation:
                     f"{arrival.input_tokens} + {arrival.output_tokens}"
                 )
 
-    def _arrive(self, request_id: str, arrival: Arrival) -> None:
-        """Do what the frontend does."""
-        now = self._clock.now
-        if self._server.traces is not self._observed:
-            self._observed = self._server.traces
-            self._dispatcher.observe(self._observed)
-        prompt = (self._router.prompt_token(arrival.topic),) * arrival.input_tokens
-        ticket = self._dispatcher.dispatch(request_id, arrival.input_tokens, now, arrival.engine)
-        sampling = SamplingParams(arrival.output_tokens, temperature=0.0)
-        self._count_live(now)
-        self._live[request_id] = _Live(arrival.time_s, arrival.input_tokens, ticket)
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        """Admit a request as the frontend does. A full queue ends it."""
+        request = Request(
+            id=str(number),
+            label=str(number),
+            prompt=(self._router.prompt_token(arrival.topic),) * arrival.input_tokens,
+            sampling=SamplingParams(arrival.output_tokens, temperature=0.0),
+            arrival=self._clock.now,
+            engine=arrival.engine,
+        )
+        self._count_live(request.arrival)
+        live = self._live[request.id] = _Live(arrival.time_s, arrival.input_tokens)
         try:
-            self._server.submit(Request(request_id, prompt, sampling, now, ticket.decision.engine, ticket.sequence))
+            live.ticket = admit(self._server, self._dispatcher, request)
         except QueueFull as error:
-            self._finish(request_id, str(error))
+            self._finish(request.id, str(error))
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        """Take in the news of a tick, at the end of its step."""
+    def _deliver(self, news: TickNews) -> None:
+        """Process the news of a tick, at the end of its step."""
         now = self._clock.now
-        for output in outputs:
+        for output in news.outputs:
             seen = self._live[output.request_id]
             if seen.output_tokens == 0:
                 seen.ttft_s = now - seen.arrival_s
@@ -222,23 +228,25 @@ class _Simulation:
     def _finish(self, request_id: str, error: str) -> None:
         self._count_live(self._clock.now)
         live = self._live.pop(request_id)
-        live.ticket.release()
+        if live.ticket is not None:
+            live.ticket.release()
         measurement = live.ended(self._clock.now, error)
         self._done[request_id] = measurement
         self._on_done(measurement)
 
     def _count_live(self, now: float) -> None:
-        """Their number is about to change."""
+        """Add up live requests over time. Called before each change of their number."""
         self._live_integral += len(self._live) * (now - self._changed)
         self._changed = now
 
     def _observe(self, seconds: float) -> None:
-        """So much time has passed in a step, whose results are not taken in yet, or in a round of moves."""
+        """Add up running requests and KV use over ``seconds`` of a step or a round of moves, before its results."""
         for engine in self._server.engines:
             self._running_integral += seconds * engine.running
             self._kv_integral += seconds * (1 - engine.free_pages / self._config.engine.num_pages)
 
     def _sample_gap(self) -> None:
+        """Record the gap between engines in prompt tokens since the last sample, and schedule the next sample."""
         tokens_S = np.array([engine.prefill_tokens for engine in self._server.engines])
         since_S, self._prompt_tokens_S = tokens_S - self._prompt_tokens_S, tokens_S
         self._gaps.append(float(since_S.max() - since_S.min()) / GAP_PERIOD_S)
@@ -265,12 +273,12 @@ class _Simulation:
             remote_share=runner.remote_pairs / max(runner.pairs, 1),
             far_share=runner.far_pairs / max(runner.pairs, 1),
             far_bytes=runner.far_bytes,
-            placements=status.placements,
-            experts_moved=status.experts_moved,
-            bytes_moved=status.bytes_moved,
+            placements=status.placement.records,
+            experts_moved=status.placement.totals.experts_moved,
+            bytes_moved=status.placement.totals.bytes_moved,
             preemptions=status.preemptions,
-            tokens_computed=sum(status.tokens_computed_S),
-            counts_LSE=status.total_counts_LSE,
-            slot_of_expert_LE=status.slot_of_expert_LE,
+            tokens_computed=sum(engine.tokens_computed for engine in status.engines),
+            counts_LSE=status.placement.total_counts_LSE,
+            slot_of_expert_LE=status.placement.slot_of_expert_LE,
             outside=dict(self._costs.outside),
         )

@@ -1,17 +1,17 @@
-"""The systems that are compared. Each one is a value; what differs between two of them is what their records say.
+"""The systems that are compared. Each system is a value, and two systems differ only in the fields of their records.
 
-Sources: the paper's sections 4 to 7 for Gimbal, its parts and its baselines; ``docs/scheduling.md`` for the rules of
-dispatch. Peers serve with their own dispatch, queue and schedule of expert moves, and with our engine.
+Gimbal, its parts and its baselines follow sections 4 to 7 of the paper. ``docs/scheduling.md`` has the rules of
+dispatch. Peers use their own dispatch, queue and schedule of expert moves, and our engine.
 
 *Schedules.* vLLM moves experts by EPLB every 3,000 steps, for the first time after a quarter of that
-(``EPLBConfig.step_interval``; ``vllm/distributed/eplb``), SGLang every 1,000 forward passes
-(``eplb_rebalance_num_iterations``). Of its 3,000 steps vLLM counts the last 1,000 (``window_size``); here a window is
-the whole interval. The paper builds Gimbal into vLLM's EPLB, so its systems have the same schedule and stop the engines
-too.
+(``EPLBConfig.step_interval``; ``vllm/distributed/eplb``). SGLang moves them every 1,000 forward passes
+(``eplb_rebalance_num_iterations``). vLLM counts only the last 1,000 of its 3,000 steps (``window_size``). Here a window
+is the whole interval. The paper builds Gimbal into vLLM's EPLB, so its systems have the same schedule and also stop the
+engines.
 
-*Weights.* Gimbal's are (1, 0.2, 0.1), which the paper's procedure of calibration finds in our normalisation; its own
-(1, 0.0025, 1) freeze the experts there (``docs/scheduling.md``). It applies whatever lowers the objective (5.3), and
-decides by the last window alone.
+*Weights.* Gimbal's weights are (1, 0.2, 0.1), which the paper's calibration procedure finds in our normalisation. The
+paper's own weights (1, 0.0025, 1) freeze the experts there (``docs/scheduling.md``). Gimbal applies every placement
+that lowers the objective (section 5.3), and decides by the last window alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gimbal_jax.config import DispatchConfig, OfflinePolicy, PlacementConfig, Pl
 
 @dataclass(frozen=True)
 class System:
-    """The policies of one server, and when its placement acts."""
+    """The policies of one server, and the times at which it moves experts."""
 
     name: str
     summary: str
@@ -33,12 +33,12 @@ class System:
     queue: QueueConfig
     placement: PlacementConfig
     migration: Migration = "between_steps"
-    """``between_steps``: some rounds after each step (ours). ``blocking``: decision and all moves at once, while
-    all engines wait (vLLM in the paper's time). ``overlapped``: weights travel beside the steps (vLLM 0.33)."""
+    """``between_steps``: some rounds of moves after each step (ours). ``blocking``: all engines wait for the decision
+    and all moves (vLLM in the paper's time). ``overlapped``: weights travel while steps run (vLLM 0.33)."""
     first_window_steps: int | None = None
-    """Steps before the first decision, where they differ from ``placement.window_steps``."""
+    """Steps before the first decision; None for ``placement.window_steps``."""
     offline: OfflinePolicy | None = None
-    """Experts, and for ``sem_moe`` requests too, are placed before the run by a profile."""
+    """Policy that places experts (``sem_moe``: also requests) by a profile before the run; None for no such policy."""
 
 
 _FCFS = QueueConfig("fcfs")
@@ -48,13 +48,13 @@ _EPLB = PlacementConfig("eplb", window_steps=3000, smoothing=0.0)
 _GIMBAL_PLACEMENT = replace(_EPLB, policy="gimbal", beta=0.2, gamma=0.1, min_gain=0.0)
 _FIRST_STEPS = 750
 QUEUES: tuple[QueuePolicy, ...] = ("fcfs", "hrrn")
-"""Of the study of queues, besides ``sjf_aging``."""
+"""Queues that the study of queues compares with ``sjf_aging``."""
 PRESSURE_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""``lambda_moe`` of the study of pressure."""
+"""Values of ``lambda_moe`` in the study of pressure."""
 MULTIHOST_PLACEMENTS: tuple[PlacementPolicy, ...] = ("static", "eplb", "eplb_hierarchical", "gimbal", "gimbal_refined")
-"""Of the study of several nodes."""
+"""Placement policies in the study of several nodes."""
 _MULTIHOST_PLACEMENT = PlacementConfig(migrate_bytes_per_tick=2**30)
-"""The default windows; moves that fit dozens of GPUs."""
+"""The default windows, with enough bytes per tick for the moves of dozens of GPUs."""
 _VLLM_DISPATCH = DispatchConfig("vllm_classic")
 _GIMBAL_DISPATCH = DispatchConfig("gimbal")
 _NO_PRESSURE = DispatchConfig("gimbal", lambda_moe=0.0)
@@ -82,7 +82,7 @@ _OFFLINE = replace(_VLLM, placement=_STATIC, migration="between_steps", first_wi
 
 
 def multihost_system(policy: PlacementPolicy) -> str:
-    """Name of a system of the study of several nodes."""
+    """Return the name of a system in the study of several nodes."""
     return f"multihost_{policy}"
 
 
@@ -91,13 +91,13 @@ _ALL: tuple[System, ...] = (
     replace(
         _VLLM,
         name="vllm_0_33",
-        summary="vLLM 0.33: fewest requests with a penalty for KV use, EPLB beside the steps",
+        summary="vLLM 0.33: fewest requests with a penalty for KV use, EPLB while steps run",
         dispatch=DispatchConfig("vllm_0_33"),
         migration="overlapped",
     ),
     System(
         "sglang",
-        "SGLang: fewest tokens in cache and queue, EPLB beside the steps",
+        "SGLang: fewest tokens in cache and queue, EPLB while steps run",
         DispatchConfig("sglang_total_tokens"),
         _FCFS,
         replace(_EPLB, window_steps=1000),
@@ -129,8 +129,8 @@ _ALL: tuple[System, ...] = (
     replace(
         _GIMBAL,
         name="gimbal_uncalibrated",
-        summary="Gimbal with placement weights (1, 1, 1)",
-        placement=replace(_GIMBAL_PLACEMENT, policy="gimbal_uncalibrated"),
+        summary="Gimbal with placement weights (1, 1, 1), the ablation of section 7.2",
+        placement=replace(_GIMBAL_PLACEMENT, alpha=1.0, beta=1.0, gamma=1.0),
     ),
     System(
         "gimbal+",
@@ -144,7 +144,7 @@ _ALL: tuple[System, ...] = (
     replace(
         _OFFLINE,
         name="round_robin",
-        summary="in turn, first come first served; experts stay",
+        summary="round robin, first come first served; experts stay",
         dispatch=DispatchConfig("round_robin"),
     ),
     _GIMBAL_STATIC,

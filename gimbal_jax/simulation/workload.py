@@ -1,10 +1,10 @@
-"""What arrives: requests with their times, lengths and topics.
+"""The workload: requests with their arrival times, lengths and topics.
 
 Lengths are (prompt, output) pairs of real requests, resampled. Five shapes reweigh the pairs of BurstGPT by prompt
-length, as figure 8 of the paper does; it does not give its rule, so this one is ours: ``SHAPE_BINS`` equal bins from
-the 1st to the 99th percentile of the prompt lengths (what lies outside counts to the outermost), each with the share of
-the requests that its shape gives it, and inside a bin all pairs alike. Outputs stay those that such prompts had.
-N: requests, or rows of a trace.
+length, as in figure 8 of the paper. The paper does not give its rule, so this rule is ours. ``SHAPE_BINS`` equal bins
+span the 1st to the 99th percentile of the prompt lengths, and the outermost bins include the lengths outside. A shape
+gives each bin its share of the requests. All pairs of a bin are equally likely, and prompts keep their real outputs.
+Axis N: requests, or rows of a trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILES: dict[Trace, tuple[str, str]] = {
     "azure-code": ("azure_llm_2023_code.csv", "arrival_s"),
     "burstgpt": ("burstgpt_1_first400.csv", "timestamp_s"),
 }
-# Share of a bin by its place, from -1 (shortest prompts) over 0 (middle) to 1; "random" is the trace as it is.
+# Share of a bin by its place, from -1 (shortest prompts) over 0 (middle) to 1. "random" leaves the trace unchanged.
 _SHARE_OF_BIN: dict[Shape, Callable[[np.ndarray], np.ndarray]] = {
     "central": lambda place: np.exp(-4.5 * place**2),  # a bell of 3 standard deviations to each side
     "descending": lambda place: 1.1 - place,
@@ -45,29 +45,29 @@ _SHARE_OF_BIN: dict[Shape, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request."""
+    """One request of a workload."""
 
     time_s: float
     input_tokens: int
     output_tokens: int
     topic: int | None = 0
-    """None: the topic of whichever source gets it."""
+    """Topic of its tokens; None for the topic of the source that dispatch chooses."""
     engine: int | None = None
-    """Where it must go; None: dispatch decides."""
+    """Engine that must run it; None if dispatch decides."""
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """How many requests come, how long they are, and when."""
+    """Number, lengths and arrival times of the requests."""
 
     lengths: Lengths = "random"
-    """A real trace, or BurstGPT in one of the five shapes (``random``: as it is)."""
+    """A real trace, or BurstGPT in one of the five shapes (``random``: unchanged)."""
     requests: int = 1000
     rate: float = 4.0
-    """Requests per second; means nothing where all come at once."""
+    """Requests per second; has no effect on ``at-once``."""
     arrivals: Arrivals = "poisson"
-    """``bursty``: gamma gaps. ``trace``: the gaps of the trace, all scaled alike to give exactly ``rate``; its requests
-    come in its order too, from a row drawn at random and round at the end. ``at-once``: all at 0."""
+    """``bursty``: gamma gaps. ``trace``: gaps of the trace from a random row on, scaled to exactly ``rate``, and its
+    lengths in the same order if ``lengths`` is not reshaped. ``at-once``: all requests at time 0."""
     burstiness: float = 2.0
     """Coefficient of variation of ``bursty`` gaps; 1 is Poisson."""
 
@@ -84,46 +84,47 @@ class WorkloadConfig:
 
 @dataclass(frozen=True, eq=False)
 class LengthTable:
-    """The usable rows of a trace, and how often a workload takes each."""
+    """The usable rows of a trace, and the chance of each row in a workload."""
 
     time_N: np.ndarray
-    """Seconds, rising."""
+    """Arrival times in seconds, in rising order."""
     input_N: np.ndarray
     output_N: np.ndarray
     weight_N: np.ndarray
-    """Chance of each row; they sum to 1."""
+    """Chance of each row. The sum is 1."""
 
 
 @cache
 def length_table(lengths: Lengths) -> LengthTable:
-    """What ``lengths`` draws from; shared, so do not write to it."""
+    """Return the table that ``lengths`` draws from. It is cached, so do not write to it."""
     name, time_column = _FILES[lengths if lengths in TRACES else "burstgpt"]
     with files("gimbal_jax").joinpath("data", name).open(encoding="utf-8") as file:
         rows = [
             (float(row[time_column]), int(row["input_tokens"]), int(row["output_tokens"]))
             for row in csv.DictReader(file)
         ]
+    # Rows with zero tokens are failed requests.
     time_N, input_N, output_N = (np.array(column) for column in zip(*(r for r in rows if min(r[1:]) > 0), strict=True))
     return LengthTable(time_N, input_N, output_N, _weights(lengths, input_N))
 
 
 def length_bins(input_N: np.ndarray) -> np.ndarray:
-    """Bin of each prompt length, from 0 to ``SHAPE_BINS`` - 1."""
+    """Return the bin of each prompt length, from 0 to ``SHAPE_BINS`` - 1."""
     shortest, longest = np.percentile(input_N, [1, 99])
     edges = np.linspace(shortest, longest, SHAPE_BINS + 1)
     return np.digitize(input_N, edges[1:-1])
 
 
 def bin_shares(shape: Shape) -> np.ndarray:
-    """Share of the requests that a shape gives to each bin; not for ``random``, which gives none."""
+    """Return the share of the requests in each bin. ``random`` is not allowed, because it has no shares."""
     share = _SHARE_OF_BIN[shape](np.linspace(-1, 1, SHAPE_BINS))
     return share / share.sum()
 
 
 def make_workload(config: WorkloadConfig, router: Router, seed: int) -> tuple[Arrival, ...]:
-    """Requests by rising time; topics are drawn by the router.
+    """Return the requests of a workload, sorted by time. The router draws their topics.
 
-    Lengths, times and topics have random numbers of their own: at another rate the same requests come, closer together.
+    Lengths, times and topics have separate random generators, so another rate gives the same lengths at scaled times.
     """
     for_lengths, for_times, for_topics = np.random.default_rng(seed).spawn(3)
     table, count = length_table(config.lengths), config.requests
@@ -138,12 +139,13 @@ def make_workload(config: WorkloadConfig, router: Router, seed: int) -> tuple[Ar
             first = for_times.integers(rows)
             in_order_N = (first + np.arange(count)) % rows
             before_N = np.diff(table.time_N)
-            before_N = np.append(before_N.mean(), before_N)  # before the first row: as if from the last one to it
+            before_N = np.append(before_N.mean(), before_N)  # the first row has no gap, so it gets the mean gap
             gaps = before_N[in_order_N]
-            together = not gaps.any()  # some rows of a trace are
+            together = not gaps.any()  # all chosen rows may have one time: then space them evenly
             gaps = np.ones(count) if together else gaps * count / gaps.sum()
         case "at-once":
             gaps = np.zeros(count)
+    # A whole trace keeps lengths and gaps together. A reshaped one draws lengths by weight.
     if config.arrivals == "trace" and config.lengths not in _SHARE_OF_BIN:
         row_N = in_order_N
     else:

@@ -76,7 +76,7 @@ def through(server: FakeHttp, call=CALL):
     """The one measurement of a call."""
 
     async def run():
-        async with asyncio.timeout(10), server.url() as url:
+        async with asyncio.timeout(120), server.url() as url:
             return await open_loop([call], http_send(url, "small", WORDS))
 
     return asyncio.run(run())[0]

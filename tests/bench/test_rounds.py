@@ -128,7 +128,7 @@ def test_without_a_tokenizer_prompts_are_any_token_but_special_ones():
                 rounds = await measure(surface, LoadConfig(requests=5, input_len=50, output_len=2, rounds=1, warmup=0))
                 return core, surface, rounds
 
-    core, surface, (only,) = asyncio.run(asyncio.wait_for(main(), 20))
+    core, surface, (only,) = asyncio.run(asyncio.wait_for(main(), 60))
     assert surface.token_ids.tolist() == list(range(298))
     assert surface.model == "fake" and surface.prompts == "token ids of the whole vocabulary"
     assert (only.summary.output_tokens, only.summary.failed) == (10, 0)

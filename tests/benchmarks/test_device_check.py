@@ -1,4 +1,4 @@
-"""benchmarks/device/check.py without a GPU: its dry run, and that it sees what it is there to see."""
+"""``benchmarks.device.check`` without a GPU: its dry run, and the errors that it finds."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def test_parts_that_no_longer_fit_are_skipped_by_name():
 
 
 def hangs(setting: Setting) -> Iterator[Result]:
-    time.sleep(1000)
+    time.sleep(5000)
     yield "never", {}
 
 
@@ -176,7 +176,7 @@ def test_a_part_in_a_process_of_its_own_may_hang_or_die():
     assert (records["hangs"]["status"], records["dies"]["status"]) == ("timeout", "error")
     assert records["dies"]["reason"] == "RuntimeError: its process died with exit code 3"
     assert records["dies"]["results"] == {"before": {"x": 1}}
-    assert time.monotonic() - began < 100
+    assert time.monotonic() - began < 500
 
 
 def test_a_timed_program_makes_every_call():

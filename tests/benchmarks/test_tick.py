@@ -6,36 +6,37 @@ import numpy as np
 import pytest
 
 from benchmarks import placement as bench_placement
-from benchmarks.tick import LOADS, Load, at_scale, loaded_server, over_time, tick_seconds
+from benchmarks.tick import LOADS, Load, at_scale, loaded_core, over_time, tick_seconds
 from gimbal_jax.scheduler.placement import propose
 from gimbal_jax.serving.engine.meters import PHASES
 from gimbal_jax.serving.placement import rebalance
+from tests.serving.statuses import per_engine
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
 def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
     rows, ticks = 4, 20
-    with loaded_server(2, rows, load) as (server, clients):
+    with loaded_core(2, rows, load) as (server, clients):
         before = server.status()
         seconds = tick_seconds(server, clients, ticks)
         after = server.status()
         assert len(seconds) == ticks
-        assert after.step - before.step == ticks
+        assert after.steps.count - before.steps.count == ticks
         for engine in server.engines:
             assert engine.running >= rows - 1  # one may have ended in this tick
             assert engine.waiting >= load.waiting
-    computed = np.array(after.tokens_computed_S) - before.tokens_computed_S
-    prefill = np.array(after.prefill_tokens_S) - before.prefill_tokens_S
+    computed = np.array(per_engine(after, "tokens_computed")) - per_engine(before, "tokens_computed")
+    prefill = np.array(per_engine(after, "prefill_tokens")) - per_engine(before, "prefill_tokens")
     assert (computed - prefill >= (rows - 1) * ticks * 0.8).all()
-    assert after.preemptions_S == (0, 0)
+    assert per_engine(after, "preemptions") == (0, 0)
 
 
 def test_prefill_goes_on_beside_decode():
     load = next(load for load in LOADS if load.name == "prefill chunks")
-    with loaded_server(1, 64, load) as (server, clients):
-        before = server.status().prefill_tokens_S[0]
+    with loaded_core(1, 64, load) as (server, clients):
+        before = per_engine(server.status(), "prefill_tokens")[0]
         tick_seconds(server, clients, 8)  # each ends 64 / 256 of a request on average
-        assert server.status().prefill_tokens_S[0] - before >= load.prompt
+        assert per_engine(server.status(), "prefill_tokens")[0] - before >= load.prompt
 
 
 def test_figures_of_all_loads_and_sizes():

@@ -80,14 +80,14 @@ def test_demo_model_writes_a_folder_that_can_be_converted(tmp_path):
 @pytest.mark.parametrize(("option", "factor"), [((), 1), (("--total",), 10)])
 def test_counts_of_a_running_server_become_a_file(tmp_path, option, factor):
     async def main(core: FakeCore) -> Result:
-        async with asyncio.timeout(20), running_server(core) as (_, port, *_):
+        async with asyncio.timeout(120), running_server(core) as (_, port, *_):
             return await asyncio.to_thread(gimbal, "counts", "--target", f"127.0.0.1:{port}", path, *option)
 
     path = tmp_path / "window.npz"
     with FakeCore() as core:
         result = asyncio.run(main(core))
     assert (result.exit_code, result.stderr.strip()) == (0, f"wrote {path}")
-    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().window_counts_LSE * factor)
+    np.testing.assert_array_equal(load_counts(path).counts_WLSE[0], core.status().placement.window_counts_LSE * factor)
 
 
 def test_help_names_every_command_and_says_what_every_option_does():

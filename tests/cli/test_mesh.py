@@ -203,7 +203,7 @@ def test_json_of_what_does_not_fit_says_why():
     result = mesh("plan", "Qwen3-235B-A22B", "--gpus", "4xH100", "--json")
     found = json.loads(result.stdout)
     assert (found["plans"], found["recommended"]) == ([], None)
-    assert [refused["missing_bytes"] > 4e10 for refused in found["refused"]] == [True] * 3
+    assert [refused["missing_bytes"] > 4e10 for refused in found["rejected"]] == [True] * 3
 
 
 def test_show_lists_and_draws(tmp_path):

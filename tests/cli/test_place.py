@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from gimbal_jax.cli.main import ALL_POLICIES, app
+from gimbal_jax.cli.main import app
+from gimbal_jax.cli.place import ALL_POLICIES
 from gimbal_jax.config import MeshConfig, PlacementConfig
 from gimbal_jax.planning.placements import (
     Answer,
@@ -70,7 +71,7 @@ def test_the_command_prints_tables_draws_and_saves(path, file, tmp_path):
         "--counts", path, *options, "--compare", "exact", "--layers", 3, "--picture", picture, "--save", saved
     )
     assert result.exit_code == 0, result.output
-    summary, beside = result.stdout.split("Beside the exact answer")
+    summary, beside = result.stdout.split("Against the exact answer")
     assert "mean of 3 MoE layers" in summary
     rows = [line.split("│")[1].strip() for line in summary.splitlines() if line.startswith("│")]
     assert rows == ["static", *names, "exact"]
@@ -217,7 +218,7 @@ def test_what_a_file_lacks_is_an_error(file):
     [
         (
             ("--policy", "best"),
-            "--policy best: must be one of gimbal, gimbal_refined, gimbal_uncalibrated, eplb, eplb_hierarchical, stat",
+            "--policy best: must be one of gimbal, gimbal_refined, eplb, eplb_hierarchical, static",
         ),
         (("--window", 2), "window must be from 0 to 1, not 2"),
         (("--nodes", 3), "4 ranks cannot be split over 3 nodes; possible: 1, 2, 4"),

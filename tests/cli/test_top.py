@@ -37,7 +37,7 @@ ENTER, LEAVE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 def server():
     with live_server("small \x1b[31mred\x07 [bold]model") as live:
         for future in [live.generate(f"r{number}", max_tokens=10) for number in range(8)]:
-            future.result(20)
+            future.result(60)
         yield live
 
 
@@ -62,7 +62,7 @@ class Terminal:
     def resize(self, columns, lines):
         fcntl.ioctl(self.screen, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def until(self, condition, timeout_s=30.0):
+    def until(self, condition, timeout_s=60.0):
         """Reads until the condition of all text since the last call holds; returns that text."""
         deadline = time.monotonic() + timeout_s
         while not condition(self.text):
@@ -117,7 +117,7 @@ def test_in_a_terminal_it_follows_its_size_and_q_ends_it(server):
         os.write(terminal.screen, b"q")
         last = terminal.until(lambda text: LEAVE in text)
         assert LEAVE in last
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
 
@@ -136,7 +136,7 @@ def test_interrupt_ends_it_cleanly_and_a_lost_server_does_not(tmp_path):
             terminal.process.send_signal(signal.SIGINT)
             text = terminal.until(lambda text: LEAVE in text)
             assert "Traceback" not in text
-            assert terminal.process.wait(10) == 0
+            assert terminal.process.wait(60) == 0
         finally:
             terminal.close()
 

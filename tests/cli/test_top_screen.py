@@ -89,7 +89,9 @@ def test_a_frame_fits_the_terminal(width, rows, layers, experts, ranks, color):
 def test_a_frame_says_what_the_snapshot_says():
     class Core(FakeCore):
         def status(self):
-            return replace(super().status(), placements=(PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")))
+            status = super().status()
+            records = PLACEMENT, replace(PLACEMENT, outcome="kept", reason="even")
+            return replace(status, placement=replace(status.placement, records=records))
 
     data = snapshot_of(Core(), replace(RECORD, arrival=99.0, total_s=0.5))
     text = "\n".join(printed(data, 120, None))
@@ -110,11 +112,11 @@ def test_a_frame_says_what_the_snapshot_says():
 @pytest.mark.parametrize("color", [True, False])
 def test_80_columns_hold_every_policy_and_caption(color):
     data = big(4, 8, 4)
-    data["policies"] = {"dispatch": "sglang_total_tokens", "queue": "sjf_aging", "placement": "gimbal_uncalibrated"}
+    data["policies"] = {"dispatch": "sglang_total_tokens", "queue": "sjf_aging", "placement": "eplb_hierarchical"}
     lines = printed(data, 80, 40, color)
     text = " ".join(" ".join(lines).split())
     for words in (
-        *("dispatch sglang_total_tokens", "queue sjf_aging", "placement gimbal_uncalibrated"),
+        *("dispatch sglang_total_tokens", "queue sjf_aging", "placement eplb_hierarchical"),
         *("prefill left", "prefill waiting", "sent, not seen yet", "KV use", "expert pressure"),
         *("rank imbalance", "worst", "of tokens leave their engine"),
     ):

@@ -1,14 +1,18 @@
-"""What the client adds to the stubs: text, chat, chunks, typed errors. Control calls: test_control_service.py."""
+"""The client over the stubs: text, chat, chunks, typed errors. Its control calls: test_control_service.py."""
 
 import asyncio
 import dataclasses
 
 import grpc
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from gimbal_jax.client import records as records
+from gimbal_jax.client import records
 from gimbal_jax.client.client import GimbalClient
+from gimbal_jax.client.options import SamplingOptions
 from gimbal_jax.config import NetworkConfig
+from gimbal_jax.protos import control_pb2
+from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.rpc.model_files import load_model_files
 from tests.serving.fake_server import (
     BY_PRIORITY,
@@ -19,6 +23,7 @@ from tests.serving.fake_server import (
     with_server,
     write_model_folder,
 )
+from tests.serving.statuses import per_engine
 
 
 async def collect(chunks):
@@ -29,7 +34,7 @@ def with_text_server(folder, test, chat_template=None, **core_options):
     files = load_model_files(write_model_folder(folder, chat_template=chat_template))
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, files) as (c, *_):
+        async with asyncio.timeout(120), running_server(core, files) as (c, *_):
             await test(core, c)
 
     with FakeCore(**core_options) as core:
@@ -37,7 +42,7 @@ def with_text_server(folder, test, chat_template=None, **core_options):
 
 
 @with_server()
-async def test_chunks_of_a_stream(core, client):
+async def test_a_stream_yields_chunks_as_tokens_come(core, client):
     *chunks, last = await collect(client.generate(token_ids=[5], max_tokens=3, logprobs=2))
     assert [token for chunk in chunks for token in chunk.token_ids] == [6, 7, 8]
     assert all(chunk.finish_reason is None and len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
@@ -46,14 +51,14 @@ async def test_chunks_of_a_stream(core, client):
 
 
 @with_server()
-async def test_one_chunk_without_streaming(core, client):
+async def test_without_streaming_each_output_is_one_chunk(core, client):
     [chunk] = await collect(client.generate(token_ids=[5], stop_token_ids=[8], logprobs=0, stream=False))
     assert (chunk.token_ids, chunk.finish_reason, chunk.stop_token_id) == ((6, 7), "stop", 8)
     assert [(entry.chosen, entry.top_ids) for entry in chunk.logprobs] == [(-0.5, ())] * 2
 
 
 @with_server({"config": BY_PRIORITY})
-async def test_priority_reaches_the_core_or_is_refused(core, client):
+async def test_priority_reaches_the_core_or_is_rejected(core, client):
     for priority in (0, -100, 7):
         await collect(client.generate(token_ids=[5], max_tokens=1, priority=priority))
     assert [request.priority for request in core.submitted] == [0, -100, 7]
@@ -91,12 +96,12 @@ async def test_all_options_reach_the_core(core, client):
     await collect(chunks)
     [request] = core.submitted
     assert (request.engine, request.prompt, request.sampling.stop_token_ids) == (1, (5,), (100,))
-    assert request.id.startswith("mine/")
+    assert request.label == "mine"
     assert {name: getattr(request.sampling, name) for name in options} == options
     assert request.sampling.logit_bias == ((3, 0.5),)
 
 
-def test_text_in_and_out(tmp_path):
+def test_text_prompts_yield_text(tmp_path):
     async def test(core, client):
         chunks = await collect(client.generate("\x01", max_tokens=4))
         prompt = core.submitted[0].prompt
@@ -126,7 +131,7 @@ def test_stop_strings_end_the_text(tmp_path):
 
 
 @with_server()
-async def test_choices_and_prompt_logprobs(core, client):
+async def test_each_choice_has_its_own_chunks_and_prompt_logprobs(core, client):
     chunks = await collect(client.generate(token_ids=[4, 5], n=2, max_tokens=3, prompt_logprobs=1))
     for index in (0, 1):
         own = [chunk for chunk in chunks if chunk.index == index]
@@ -149,13 +154,13 @@ def test_constraints_reach_the_server(tmp_path):
     with_text_server(tmp_path, test, model=dataclasses.replace(MODEL, eos_token_ids=(257,)))
 
 
-def test_a_key_goes_with_every_call(tmp_path):
+def test_the_api_key_is_sent_with_every_call(tmp_path):
     key = "a-key-of-16-chars-or-more"
     (tmp_path / "keys").write_text(f"{key} me\n")
     network = NetworkConfig(port=0, api_keys=tmp_path / "keys")
 
     async def main(core):
-        async with asyncio.timeout(20), running_server(core, network=network) as (client, port, *_):
+        async with asyncio.timeout(120), running_server(core, network=network) as (client, port, *_):
             async with GimbalClient(f"127.0.0.1:{port}", api_key=key) as friend:
                 assert (await collect(friend.generate(token_ids=[1], max_tokens=1)))[-1].finish_reason == "length"
                 assert (await friend.status()).state == "serving"
@@ -169,7 +174,7 @@ def test_a_key_goes_with_every_call(tmp_path):
         asyncio.run(main(core))
 
 
-def test_half_a_certificate_is_refused(tmp_path):
+def test_half_a_certificate_is_rejected(tmp_path):
     async def main():
         with pytest.raises(ValueError, match="tls_cert and tls_key go together"):
             GimbalClient("127.0.0.1:1", tls_cert=tmp_path / "cert.pem")
@@ -177,7 +182,7 @@ def test_half_a_certificate_is_refused(tmp_path):
     asyncio.run(main())
 
 
-def test_chat_goes_through_the_template(tmp_path):
+def test_chat_renders_the_template(tmp_path):
     async def test(core, client):
         chunks = await collect(client.chat([{"role": "user", "content": "hi"}], max_tokens=2))
         text = "<|start|>user: hi<|end|>\n<|start|>assistant:"
@@ -204,7 +209,7 @@ def test_chat_passes_tools_and_variables_to_the_template(tmp_path):
 
 
 @with_server({"paused": True})
-async def test_leaving_the_iteration_cancels(core, client):
+async def test_closing_the_iteration_cancels_the_request(core, client):
     chunks = client.generate(token_ids=[1], max_tokens=10)
     first = asyncio.create_task(anext(chunks))
     await until(lambda: core.live)
@@ -215,7 +220,7 @@ async def test_leaving_the_iteration_cancels(core, client):
 
 
 @with_server({"paused": True})
-async def test_abort(core, client):
+async def test_abort_ends_a_stream_with_finish_reason_abort(core, client):
     stream = asyncio.create_task(collect(client.generate(token_ids=[1], request_id="a")))
     await until(lambda: core.live)
     await client.abort("a")
@@ -226,12 +231,12 @@ async def test_abort(core, client):
 async def test_errors_are_typed(core, client):
     stream = asyncio.create_task(collect(client.generate(token_ids=[1], request_id="a")))
     await until(lambda: core.live)
-    refused: list[tuple[dict, type[Exception], str]] = [
+    rejected: list[tuple[dict, type[Exception], str]] = [
         ({"token_ids": [1], "top_p": 2.0}, records.InvalidRequest, r"sampling_params.top_p must be in \(0, 1\]"),
         ({"token_ids": [1], "request_id": "a"}, records.AlreadyRunning, "'a'"),
         ({"token_ids": [1]}, records.Overloaded, "waiting"),
     ]
-    for options, error, text in refused:
+    for options, error, text in rejected:
         with pytest.raises(error, match=text):
             await collect(client.generate(**options))
     with pytest.raises(records.ClientError, match="no tokenizer") as missing:
@@ -240,16 +245,22 @@ async def test_errors_are_typed(core, client):
     for options in ({}, {"prompt": "a", "token_ids": [1]}):
         with pytest.raises(ValueError, match="either prompt or token_ids"):
             await collect(client.generate(**options))
+    with pytest.raises(ValueError, match="unknown sampling options: max_token"):
+        await collect(client.generate(token_ids=[1], max_token=1))
     core.cancel(core.live[0])
     with pytest.raises(records.DeadlineExceeded):
         await collect(client.generate(token_ids=[1], timeout_s=0.1))
     stream.cancel()
 
 
-def test_record_of_keeps_presence_and_tuples():
-    from gimbal_jax.protos import control_pb2
+def test_sampling_options_are_fields_of_the_protocol():
+    assert set(SamplingOptions.__annotations__) <= set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
-    message = control_pb2.GetStatusResponse(state="serving", tokens_computed_S=[1, 2])
+
+def test_record_of_keeps_presence_tuples_and_nested_messages():
+    engines = [control_pb2.EngineStatus(tokens_computed=1), control_pb2.EngineStatus(queue_head={"waited_s": 2.0})]
+    message = control_pb2.GetStatusResponse(state="serving", engines=engines)
     status = records.record_of(records.ServerStatus, message)
-    assert (status.state, status.tokens_computed_S, status.free_pages_S) == ("serving", (1, 2), ())
-    assert status.last_rebalance is None
+    assert (status.state, per_engine(status, "tokens_computed")) == ("serving", (1, 0))
+    assert per_engine(status, "queue_head") == (None, QueueHead("", 2.0, 0))
+    assert (status.steps.count, status.steps.seconds.bounds, status.placement.last_rebalance) == (0, (), None)

@@ -1,10 +1,11 @@
-"""One compiled runner for all tests of a process; each test gets a server of its own over it."""
+"""A folder of compiled programs for all tests that serve the demo model with the same options."""
+
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.rig import compiled_runner
-
 
 @pytest.fixture(scope="session")
-def runner():
-    return compiled_runner()
+def compile_cache(tmp_path_factory) -> Path:
+    """Return the folder for ``gimbal serve --compile-cache``; the first server fills it."""
+    return tmp_path_factory.mktemp("compiled")

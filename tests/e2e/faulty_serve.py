@@ -19,6 +19,7 @@ class FaultyDevices(FakeRunner):
 
     def __init__(self, model, config, *_, **__):
         super().__init__(model, config)
+        self.on_wait = lambda results: time.sleep(0.02)
         if FAULT == "slow loading":
             time.sleep(600)
 
@@ -28,14 +29,10 @@ class FaultyDevices(FakeRunner):
             progress(1, 1000)
             time.sleep(0.01)
 
-    def enqueue(self, plans, lap):
+    def enqueue(self, plans, mark):
         if FAULT == "out of memory" and any(len(chunk.tokens) > 4 for plan in plans for chunk in plan.prefill):
             raise jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
-        super().enqueue(plans, lap)
-
-    def results(self):
-        time.sleep(0.02)
-        return super().results()
+        return super().enqueue(plans, mark)
 
     def migrate(self, layer, moves):
         raise DevicesLost("the experts of MoE layer 0 were lost while they moved")

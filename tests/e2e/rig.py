@@ -15,8 +15,8 @@ from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.scheduler.migration import plan_rounds
-from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.engine.request import Output, Request, SamplingParams, TokenLogprobs
+from gimbal_jax.serving.core.core import EngineCore, TickNews
+from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenLogprobs
 from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.model.naive_sampling import bits
@@ -54,17 +54,17 @@ def compiled_runner(mesh_config: MeshConfig = CONFIG.mesh) -> DeviceRunner:
 
 @dataclass
 class Session:
-    """A server ticked by hand, and what it said."""
+    """A server ticked by hand, and its outputs."""
 
-    server: Server
+    server: EngineCore
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """Of those that asked for them."""
+    """Log probabilities of the prompts of requests that asked for them."""
     ends: dict[str, str] = field(default_factory=dict)
 
-    def take(self, outputs: list[Output]) -> None:
-        for output in outputs:
+    def take(self, news: TickNews) -> None:
+        for output in news.outputs:
             assert output.request_id not in self.ends, "news after the end"
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.prompt_logprobs:
@@ -84,7 +84,7 @@ class Session:
             self.now += TICK_S
 
     def run(self, requests: list[Request], between: Callable[[], object] = lambda: None) -> dict[str, list[int]]:
-        """Submit all at once, tick until idle with ``between`` after each tick; returns the tokens of each."""
+        """Submit all requests, tick until idle with ``between`` after each tick, and return the tokens of each."""
         for request in requests:
             self.server.submit(request)
         self.tick()
@@ -106,9 +106,9 @@ def session(
         placement=replace(CONFIG.placement, **placement),
     )
     runner.begin_counts()()
-    server = Server(MODEL, config, runner)
+    server = EngineCore(MODEL, config, runner)
     session = Session(server)
-    server.on_outputs = session.take
+    server.subscribe(session.take)
     server.open()
     try:
         yield session

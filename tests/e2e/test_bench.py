@@ -10,7 +10,7 @@ import pytest
 
 from gimbal_jax.model.demo_model import write_demo_model
 
-# Two shapes of steps to compile.
+# Two shapes of steps to compile, those of test_gateway.py.
 SERVER = "--devices cpu:1 --max-rows 2 --token-budget 8 --tile 8 --num-pages 256"
 LOAD = ("--requests", "6", "--input-len", "16", "--output-len", "5", "--rounds", "1", "--warmup", "0")
 
@@ -22,27 +22,16 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def bench(model: Path, json_file: Path, *options: str) -> dict:
-    command = [
-        sys.executable,
-        "-m",
-        "gimbal_jax.cli.main",
-        "bench",
-        str(model),
-        *LOAD,
-        "--json",
-        str(json_file),
-        *options,
-    ]
-    done = subprocess.run(
-        [*command, "--serve-option", SERVER], capture_output=True, text=True, timeout=600, check=False
-    )
+def bench(model: Path, compile_cache: Path, json_file: Path, *options: str) -> dict:
+    command = [sys.executable, "-m", "gimbal_jax.cli", "bench", str(model), *LOAD, "--json", str(json_file), *options]
+    command += ["--serve-option", f"{SERVER} --compile-cache {compile_cache}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(json_file.read_text())
 
 
-def test_grpc_with_the_profile(model, tmp_path):
-    record = bench(model, tmp_path / "bench.json", "--load", "online", "--profile")
+def test_bench_over_grpc_reports_the_phases(model, compile_cache, tmp_path):
+    record = bench(model, compile_cache, tmp_path / "bench.json", "--load", "online", "--profile")
     assert [one["kind"] for one in record["rounds"]] == ["offline", "online"]
     for one in record["rounds"]:
         summary = one["summary"]
@@ -59,8 +48,8 @@ def test_grpc_with_the_profile(model, tmp_path):
 @pytest.mark.skipif(
     shutil.which("smg") is None and not Path(sys.executable).with_name("smg").exists(), reason="needs smg"
 )
-def test_http_with_a_shared_prefix(model, tmp_path):
-    record = bench(model, tmp_path / "bench.json", "--surface", "http", "--shared-prefix", "0.75")
+def test_bench_over_http_with_a_shared_prefix(model, compile_cache, tmp_path):
+    record = bench(model, compile_cache, tmp_path / "bench.json", "--surface", "http", "--shared-prefix", "0.75")
     (one,) = record["rounds"]
     assert record["surface"] == "http" and record["model"] == "model"
     summary = one["summary"]

@@ -1,8 +1,6 @@
 """The traffic that placement decides on is exactly what the model computed."""
 
-from collections import deque
 from importlib import resources
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +19,7 @@ from tests.e2e.rig import (
     random_sampling,
     session,
 )
+from tests.serving.statuses import per_engine
 
 NEAR_TIE = 1e-4
 """Router logits this close may be ordered differently in float32."""
@@ -35,23 +34,23 @@ class Recorder:
         """(source, tokens up to the last computed one, how many of the last were computed)."""
         self._page_tokens = np.full((SOURCES, CONFIG.engine.num_pages, CONFIG.engine.page_size), -1)
         self._chosen_SR = np.zeros((SOURCES, CONFIG.engine.max_rows), np.int32)
-        self._plans = deque[Any]()
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def enqueue(self, plans, lap):
-        self._plans.append(plans)
-        self._runner.enqueue(plans, lap)
+    def enqueue(self, plans, mark):
+        wait = self._runner.enqueue(plans, mark)
 
-    def results(self):
-        """Here the tokens that the step left to the devices are known."""
-        results = self._runner.results()
-        for s, (plan, result) in enumerate(zip(self._plans.popleft(), results, strict=True)):
-            self._note(s, plan)
-            self._chosen_SR[s, plan.decode.row_D] = result.token_D
-            self._chosen_SR[s, [chunk.row for chunk in plan.prefill]] = result.token_C
-        return results
+        def pending():
+            """Here the tokens that the step left to the devices are known."""
+            results = wait()
+            for s, (plan, result) in enumerate(zip(plans, results, strict=True)):
+                self._note(s, plan)
+                self._chosen_SR[s, plan.decode.row_D] = result.token_D
+                self._chosen_SR[s, [chunk.row for chunk in plan.prefill]] = result.token_C
+            return results
+
+        return pending
 
     def _note(self, s, plan):
         decode, page_size = plan.decode, CONFIG.engine.page_size
@@ -114,11 +113,11 @@ def test_counts_equal_tokens_served_and_a_naive_recount(runner):
     assert status.preemptions > 0
     assert len(replay.ends) < len(requests), "none was cancelled"
     assert one_idle > 20
-    assert status.experts_moved > 0
-    assert len(status.placements) > 3
-    assert status.free_pages_S == (CONFIG.engine.num_pages,) * SOURCES
+    assert status.placement.totals.experts_moved > 0
+    assert len(status.placement.records) > 3
+    assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * SOURCES
 
-    counted_LSE, tokens_S = status.total_counts_LSE, np.array(status.tokens_computed_S)
+    counted_LSE, tokens_S = status.placement.total_counts_LSE, np.array(per_engine(status, "tokens_computed"))
     assert np.array_equal(counted_LSE.sum(axis=2), np.tile(tokens_S * TOP_K, (LAYERS, 1)))
     assert counted_LSE.sum() == tokens_S.sum() * TOP_K * LAYERS
     assert tokens_S.tolist() == [sum(n for source, _, n in recorder.contexts if source == s) for s in range(SOURCES)]

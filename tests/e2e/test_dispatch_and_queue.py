@@ -7,22 +7,23 @@ from dataclasses import replace
 
 from gimbal_jax.client.client import GimbalClient
 from gimbal_jax.config import DispatchConfig, QueueConfig, ServerConfig
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.runner import Runner
 from tests.e2e.rig import CONFIG, MODEL
-from tests.serving.fake_server import running_server, until
+from tests.serving.fake_server import LIMIT_S, running_server, until
+from tests.serving.statuses import per_engine
 
 
 def serve(
-    runner: Runner, config: ServerConfig, test: Callable[[Server, GimbalClient], Coroutine[None, None, None]]
+    runner: Runner, config: ServerConfig, test: Callable[[EngineCore, GimbalClient], Coroutine[None, None, None]]
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running_server(server) as (client, *_):
+        async with asyncio.timeout(LIMIT_S), running_server(server) as (client, *_):
             await until(lambda: server.state == "serving")
             await test(server, client)
 
     runner.begin_counts()()
-    server = Server(MODEL, config, runner)
+    server = EngineCore(MODEL, config, runner)
     server.start()
     try:
         asyncio.run(main())
@@ -36,8 +37,8 @@ async def generate(client: GimbalClient, name: str, done: list[str], **options) 
     done.append(name)
 
 
-def test_late_binding_says_why(runner):
-    async def test(server: Server, client: GimbalClient) -> None:
+def test_late_binding_records_the_scores_of_every_decision(runner):
+    async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
         names = [f"r{i}" for i in range(24)]
         async with asyncio.TaskGroup() as group:
@@ -54,23 +55,28 @@ def test_late_binding_says_why(runner):
             assert scores_S[record.decision.engine] == min(scores_S)
         status = await client.status()
         assert (status.central_queue, status.active_requests) == (0, 0)
-        assert status.free_pages_S == (CONFIG.engine.num_pages,) * 2
+        assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * 2
 
     serve(runner, replace(CONFIG, dispatch=DispatchConfig("late")), test)
 
 
 def test_priorities_order_the_queue(runner, monkeypatch):
     stepping, all_in = threading.Event(), threading.Event()
-    results = runner.results
+    enqueue = runner.enqueue
 
-    def held():
-        stepping.set()
-        assert all_in.wait(30)
-        return results()
+    def held(plans, mark):
+        pending = enqueue(plans, mark)
 
-    async def test(server: Server, client: GimbalClient) -> None:
+        def wait():
+            stepping.set()
+            assert all_in.wait(LIMIT_S)
+            return pending()
+
+        return wait
+
+    async def test(server: EngineCore, client: GimbalClient) -> None:
         done: list[str] = []
-        frontend = server.on_outputs.__self__  # type: ignore[attr-defined]  # made by serve()
+        frontend = server._subscribers[0].__self__  # type: ignore[attr-defined]  # made by serve()
         async with asyncio.TaskGroup() as group:
             group.create_task(generate(client, "first", done, token_ids=[1], max_tokens=2, engine=0))
             await until(stepping.is_set)
@@ -81,7 +87,7 @@ def test_priorities_order_the_queue(runner, monkeypatch):
             all_in.set()
         assert done == ["first", "high", "none", "low"]
 
-    monkeypatch.setattr(runner, "results", held)
+    monkeypatch.setattr(runner, "enqueue", held)
 
     # One row: the three wait until the first has ended.
     config = replace(CONFIG, engine=replace(CONFIG.engine, max_rows=1), queue=QueueConfig("priority"))

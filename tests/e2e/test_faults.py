@@ -1,4 +1,4 @@
-"""What fails around a server, over real sockets and processes: who is told, and who goes on unharmed."""
+"""Failures of clients, devices, checkpoints and ports, over real sockets and processes."""
 
 import asyncio
 import contextlib
@@ -28,29 +28,29 @@ from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.migration import plan_rounds
-from gimbal_jax.serving.engine.plan import NOT_FINITE
 from tests.cli.test_main import gimbal
 from tests.e2e.rig import CONFIG as REAL_CONFIG
 from tests.e2e.rig import EXPERTS, FOLDER, RANKS
-from tests.serving.core.ticked_server import CONFIG, new_server
-from tests.serving.fake_server import running_server, until
+from tests.serving.core.ticked_core import CONFIG, new_core
+from tests.serving.fake_server import LIMIT_S, running_server, until
+from tests.serving.statuses import per_engine
 
 ROOT = Path(__file__).parents[2]
 LONG = replace(CONFIG, engine=EngineConfig(max_model_len=4096, page_size=16, num_pages=1024, max_rows=16))
-START_S, END_S = 120, 60
+START_S, END_S = 600, 600
 
 # -- clients --------------------------------------------------------------------
 
 
 def with_fake_devices(test, config=LONG, clock=time.monotonic, **options):
-    """Runs test(server, runner, client, port) against a server without a model, its engines on their own thread."""
+    """Run test(server, runner, client, port) against a server without a model, with its own engine thread."""
 
     async def main(server, runner):
-        async with asyncio.timeout(60), running_server(server, clock=clock, **options) as (client, port, *_):
+        async with asyncio.timeout(LIMIT_S), running_server(server, clock=clock, **options) as (client, port, *_):
             await until(lambda: server.state == "serving")
             await test(server, runner, client, port)
 
-    with new_server(config, clock) as (server, runner, _):
+    with new_core(config, clock) as (server, runner, _):
         server.start()
         asyncio.run(main(server, runner))
 
@@ -61,15 +61,15 @@ async def tokens_of(client, prompt, max_tokens, **options) -> list[int]:
 
 
 def counted_up(prompt: int, count: int) -> list[int]:
-    """What the fake devices answer."""
+    """Return the answer of the fake devices."""
     return [(prompt + i) % MODEL_OF_FAKES for i in range(1, count + 1)]
 
 
 MODEL_OF_FAKES = 300
-"""Its vocabulary."""
+"""Size of the vocabulary of the fake devices."""
 
 
-def test_a_client_that_never_reads_slows_nobody_and_finds_its_answer_later():
+def test_a_client_that_does_not_read_delays_no_other_client():
     tokens = 3000
 
     async def test(server, runner, client, port):
@@ -87,7 +87,7 @@ def test_a_client_that_never_reads_slows_nobody_and_finds_its_answer_later():
             assert others == [counted_up(i, 200) for i in range(24)]
             # Its own work is done and its pages are free, although it has not read: only tokens wait for it.
             await until(lambda: all(one.idle for one in server.engines))
-            assert server.status().free_pages_S == (LONG.engine.num_pages,) * 2
+            assert per_engine(server.status(), "free_pages") == (LONG.engine.num_pages,) * 2
             assert not call.done()
             largest = 0
             while (response := await call.read()) is not grpc.aio.EOF:
@@ -99,85 +99,25 @@ def test_a_client_that_never_reads_slows_nobody_and_finds_its_answer_later():
     with_fake_devices(test)
 
 
-CLIENT = """
-import asyncio, sys
-from gimbal_jax.client.client import GimbalClient
-async def main():
-    async with GimbalClient(sys.argv[1]) as client:
-        async for chunk in client.generate(token_ids=[1], max_tokens=4000, ignore_eos=True):
-            print("token", flush=True)
-asyncio.run(main())
-"""
-
-
-def test_a_killed_client_frees_its_pages_and_harms_nobody():
-    async def test(server, runner, client, port):
-        results = runner.results
-
-        def slow():
-            time.sleep(0.002)
-            return results()
-
-        runner.results = slow
-        other = asyncio.create_task(tokens_of(client, [5], 1000))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CLIENT, f"127.0.0.1:{port}", stdout=subprocess.PIPE, cwd=ROOT
-        )
-        assert process.stdout is not None
-        assert await process.stdout.readline() == b"token\n"
-        process.kill()
-        await process.wait()
-        killed = time.monotonic()
-        frontend = server.on_outputs.__self__
-        await until(lambda: frontend.counters.outcomes["cancelled"] == 1)
-        assert time.monotonic() - killed < 5
-        assert await other == counted_up(5, 1000)
-        await until(lambda: server.status().free_pages_S == (LONG.engine.num_pages,) * 2)
-
-    with_fake_devices(test)
-
-
-def test_a_sequence_that_fails_on_the_device_fails_alone():
-    async def test(server, runner, client, port):
-        results = runner.results
-
-        def poisoned():
-            """After token 115."""
-            found = results()
-            for result in found:
-                result.token_D[result.token_D == 116] = NOT_FINITE
-            return found
-
-        runner.results = poisoned
-        ends = await asyncio.gather(*(end_of(client, [i], 50) for i in (1, 100, 120, 70)))
-        assert ends == ["ok", "INTERNAL: its logits are not finite", "ok", "INTERNAL: its logits are not finite"]
-        assert await client.is_serving()
-        await until(lambda: server.status().free_pages_S == (LONG.engine.num_pages,) * 2)
-
-    with_fake_devices(test)
-
-
-def test_deadlines_and_streams_do_not_notice_clocks_that_jump():
+def test_clock_jumps_change_no_deadline_and_no_stream():
     jump = [0.0]
 
     async def test(server, runner, client, port):
-        results = runner.results
         go_on = threading.Event()
 
-        def held():
-            assert go_on.wait(20)
-            return results()
+        def hold(results):
+            assert go_on.wait(LIMIT_S)
 
-        runner.results = held
+        runner.on_wait = hold
         began = time.monotonic()
         late = asyncio.create_task(tokens_of(client, [1], 50, timeout_s=1.0))
-        patient = asyncio.create_task(tokens_of(client, [2], 50, timeout_s=60.0))
+        patient = asyncio.create_task(tokens_of(client, [2], 50, timeout_s=LIMIT_S))
         await until(lambda: not all(engine.idle for engine in server.engines) or server._inbox)
         jump[0] += 30 * 86_400  # the server's clock goes forward a month, the wall clock back as far
         with pytest.raises(ClientError) as ended:
             await late
         assert ended.value.code == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert 0.8 < time.monotonic() - began < 10
+        assert time.monotonic() - began > 0.8
         go_on.set()
         assert await patient == counted_up(2, 50)
         # Traces are of the new time, so that dispatch goes by them again.
@@ -192,7 +132,7 @@ def test_deadlines_and_streams_do_not_notice_clocks_that_jump():
 
 @contextlib.asynccontextmanager
 async def faulty_serve(log: Path, fault: str, *arguments: object):
-    """A process that serves on faulty devices, and its client; killed at the end if it still runs."""
+    """Yield a process that serves on faulty devices, and its client. Kill it at the end if it still runs."""
     command = [sys.executable, "-m", "tests.e2e.faulty_serve", fault, "serve", str(FOLDER), "--port", "0"]
     with log.open("w") as output:
         process = subprocess.Popen([*command, *map(str, arguments)], stdout=output, stderr=output, cwd=ROOT)
@@ -221,6 +161,7 @@ async def end_of(client, prompt, max_tokens) -> str:
     return "ok"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("fault", "arguments", "reason"),
     [
@@ -228,7 +169,7 @@ async def end_of(client, prompt, max_tokens) -> str:
         ("out of memory", (), "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.5GiB."),
         (
             "lost experts",
-            ("--devices", "cpu:2", "--dp", 2, "--placement", "eplb", "--window-steps", 5),
+            ("--devices", "cpu:2", "--dp", 2, "--placement", "eplb", "--window-steps", 50),
             "DevicesLost: the experts of MoE layer 0 were lost while they moved",
         ),
     ],
@@ -255,7 +196,8 @@ def test_devices_that_fail_end_all_requests_and_the_process(tmp_path, fault, arg
     assert "Traceback (most recent call last)" in said
 
 
-def test_sigterm_while_it_loads_ends_it(tmp_path):
+@pytest.mark.process
+def test_sigterm_while_loading_ends_the_process(tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.faulty_serve", "slow loading", "serve", str(FOLDER), "--port", "0"]
     with log.open("w") as output:
@@ -273,7 +215,8 @@ def test_sigterm_while_it_loads_ends_it(tmp_path):
     assert "Traceback" not in log.read_text()
 
 
-def test_sigterm_during_warm_up_ends_it(tmp_path):
+@pytest.mark.process
+def test_sigterm_during_warm_up_ends_the_process(tmp_path):
     async def main():
         async with faulty_serve(tmp_path / "log", "slow warm-up") as (process, client):
             assert not await client.is_serving()
@@ -284,7 +227,8 @@ def test_sigterm_during_warm_up_ends_it(tmp_path):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_second_sigterm_does_not_wait_for_the_drain(tmp_path):
+@pytest.mark.process
+def test_a_second_sigterm_ends_the_drain(tmp_path):
     async def main():
         async with faulty_serve(tmp_path / "log", "none", "--drain-timeout", 600) as (process, client):
             await serving(client)
@@ -313,7 +257,7 @@ def test_a_migration_that_cannot_start_changes_nothing(runner, rounds, monkeypat
         raise RuntimeError("no link")
 
     slots_LE, experts = runner.slot_of_expert_LE.copy(), runner._experts_of(0)
-    for where, name in ((runner, "_move"), (jax, "device_put")):
+    for where, name in ((runner, "_move_experts"), (jax, "device_put")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, fail)
             with pytest.raises(RuntimeError, match="no link"):
@@ -323,7 +267,7 @@ def test_a_migration_that_cannot_start_changes_nothing(runner, rounds, monkeypat
         assert all(now is before for now, before in zip(runner._experts_of(0), experts, strict=True))
 
 
-def test_a_migration_that_loses_weights_says_so(runner, rounds, monkeypatch):
+def test_a_migration_that_loses_weights_raises_devices_lost(runner, rounds, monkeypatch):
     copies = tuple(jnp.copy(array) for array in runner._experts_of(0))
 
     def lose(experts, *_):
@@ -331,7 +275,7 @@ def test_a_migration_that_loses_weights_says_so(runner, rounds, monkeypatch):
         raise RuntimeError("link down")
 
     monkeypatch.setattr(runner, "_experts_of", lambda layer: copies)
-    monkeypatch.setattr(runner, "_move", lose)
+    monkeypatch.setattr(runner, "_move_experts", lose)
     with pytest.raises(DevicesLost, match=r"experts of MoE layer 0 were lost.*link down"):
         runner.migrate(0, rounds[0])
 
@@ -388,7 +332,7 @@ DAMAGES = {
     "index truncated": (text("model.safetensors.index.json", b'{"weight_map": {'), r"index\.json is not an index"),
     "index of numbers": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": 3}}'),
-        r"index\.json names no file",
+        r"index\.json does not name a file of its folder",
     ),
     "index of elsewhere": (
         text("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}'),
@@ -406,7 +350,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_the_file(tmp_path, damage, message):
+def test_a_damaged_checkpoint_is_rejected_in_one_line_with_its_file(tmp_path, damage, message):
     folder = tmp_path / "checkpoint"
     shutil.copytree(FOLDER, folder)
     damage(folder)
@@ -421,7 +365,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_the_file(tmp_pat
 
 
 @pytest.mark.parametrize("option", ["--port", "--operators-port"])
-def test_a_taken_port_is_said(option):
+def test_a_taken_port_is_reported(option):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc"),
 ]
 GIMBAL = Path(sys.executable).with_name("gimbal")
-# Two shapes of steps to compile.
+# Two shapes of steps to compile, those of test_bench.py.
 SIZES = ("--devices", "cpu:1", "--max-rows", "2", "--token-budget", "8", "--tile", "8", "--num-pages", "256")
 HTTP_KEY, GRPC_KEY = "http-key-of-alice", "grpc-key-of-bob-and-carol"
 NAME = "org/tiny-moe"
@@ -45,7 +45,7 @@ SCHEMA = {
     "required": ["sport", "won"],
     "additionalProperties": False,
 }
-START_S, END_S = 180, 30
+START_S, END_S = 600, 600
 
 
 def gateways(server: subprocess.Popen) -> list[int]:
@@ -55,7 +55,7 @@ def gateways(server: subprocess.Popen) -> list[int]:
         with contextlib.suppress(OSError):
             status = (folder / "status").read_text()
             command = (folder / "cmdline").read_bytes()
-            if b"gateway_child" in command and f"\nPPid:\t{server.pid}\n" in status:
+            if b"gateway.child" in command and f"\nPPid:\t{server.pid}\n" in status:
                 found.append(int(folder.name))
     return found
 
@@ -63,7 +63,7 @@ def gateways(server: subprocess.Popen) -> list[int]:
 class Rig:
     """The serving process, and clients of its two surfaces."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compile_cache: Path) -> None:
         self.log, self.authority = folder / "log", Authority(folder, "ca")
         cert, key = self.authority.sign("server")
         write_demo_model(folder / "model")
@@ -71,7 +71,7 @@ class Rig:
         (folder / "grpc-keys").write_text(f"{GRPC_KEY} bob\n")
         self.http_port = free_port()
         tls = ("--tls-cert", cert, "--tls-key", key, "--api-keys", folder / "grpc-keys")
-        cache = ("--compile-cache", folder / "compiled")
+        cache = ("--compile-cache", compile_cache)
         http = ("--http-port", self.http_port, "--http-api-key-file", folder / "http-keys", "--cors-origin", ORIGIN)
         command = (
             GIMBAL,
@@ -85,6 +85,8 @@ class Rig:
             *cache,
             *tls,
             *http,
+            "--drain-timeout",
+            END_S,
         )
         with self.log.open("w") as output:
             self.process = subprocess.Popen([*map(str, command)], stdout=output, stderr=subprocess.STDOUT)
@@ -106,7 +108,7 @@ class Rig:
     def http(self) -> httpx2.AsyncClient:
         context = ssl.create_default_context(cafile=str(self.authority.pem))
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # openssl's default authorities tell no key usage
-        return httpx2.AsyncClient(base_url=f"https://localhost:{self.http_port}", verify=context, timeout=60)
+        return httpx2.AsyncClient(base_url=f"https://localhost:{self.http_port}", verify=context, timeout=END_S)
 
     def openai(self, key: str = HTTP_KEY) -> openai.AsyncOpenAI:
         client = self.http()
@@ -137,7 +139,7 @@ async def check_streams(client: openai.AsyncOpenAI) -> None:
     chunks = [chunk async for chunk in stream]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert sum(1 for chunk in chunks if chunk.choices) > 3, "it came at once"
+    assert sum(1 for chunk in chunks if chunk.choices) > 1, "all tokens came in one chunk"
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     silent = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
     assert all(chunk.usage is None for chunk in silent)
@@ -265,9 +267,9 @@ async def check_a_killed_gateway_starts_again(rig: Rig, client: openai.AsyncOpen
     assert HTTP_KEY.encode() not in Path(f"/proc/{child}/cmdline").read_bytes()
     os.kill(child, signal.SIGKILL)
     async with rig.grpc() as grpc, asyncio.timeout(END_S):
-        while await grpc.is_serving():  # ready means both surfaces
+        while "the HTTP gateway ended" not in rig.log.read_text():
             await asyncio.sleep(0.01)
-        assert [chunk async for chunk in grpc.generate(token_ids=[5], max_tokens=2)], "gRPC serves on"
+        assert [chunk async for chunk in grpc.generate(token_ids=[5], max_tokens=2)], "gRPC still serves"
         while not await grpc.is_serving():
             await asyncio.sleep(0.05)
     assert gateways(rig.process) != [child]
@@ -287,7 +289,7 @@ async def check_a_drain_lets_http_streams_end(rig: Rig, client: openai.AsyncOpen
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_openai_clients_are_served(tmp_path):
+def test_openai_clients_are_served(tmp_path, compile_cache):
     async def main() -> None:
         await rig.wait_until_ready()
         async with rig.openai() as client, rig.grpc() as grpc:
@@ -304,7 +306,7 @@ def test_openai_clients_are_served(tmp_path):
             await check_a_killed_gateway_starts_again(rig, client)
             await check_a_drain_lets_http_streams_end(rig, client)
 
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, compile_cache)
     try:
         asyncio.run(main())
     finally:
@@ -313,14 +315,14 @@ def test_openai_clients_are_served(tmp_path):
 
 
 def status_of(url: str) -> int | None:
-    """None where nobody answers."""
+    """Return the status, or None without an answer."""
     try:
         return httpx2.get(url).status_code
     except httpx2.TransportError:
         return None
 
 
-def test_a_gateway_without_keys_has_no_open_administration_and_dies_with_its_server(tmp_path):
+def test_a_gateway_without_keys_rejects_administration_and_ends_with_its_server(tmp_path):
     write_demo_model(tmp_path / "model")
     port = free_port()
     code = f"""

@@ -1,4 +1,4 @@
-"""Structured output on real steps: constrained rows write what was asked, and nobody beside them notices."""
+"""Structured output on real steps: constrained rows match their grammar, and free rows do not change."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def constrained(count, new_grammar, **sampling):
     ]
 
 
-def test_constrained_rows_write_what_was_asked_and_free_rows_what_they_always_do(runner):
+def test_constrained_rows_match_their_grammar_and_change_no_free_row(runner):
     free = random_requests(np.random.default_rng(5), 10)
     with session(runner) as quiet:
         expected = quiet.run(free)
@@ -82,7 +82,7 @@ def test_constrained_rows_write_what_was_asked_and_free_rows_what_they_always_do
 
 
 @pytest.mark.parametrize("extra", [{"stop_token_ids": ()}, {"min_tokens": 70, "max_tokens": 75}])
-def test_a_complete_output_goes_on_with_end_tokens_if_it_must_go_on(runner, extra):
+def test_a_complete_output_continues_with_end_tokens_up_to_its_minimum(runner, extra):
     (request,) = constrained(1, LETTERS, **extra)
     with session(runner) as alone:
         tokens = alone.run([request])[request.id]

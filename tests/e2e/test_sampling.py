@@ -1,4 +1,4 @@
-"""What requests ask for, through the real server, against a plain forward and numpy; and requests that are sick."""
+"""Options of requests on the real server, compared with a plain forward and numpy, and logits that are not finite."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from tests.e2e.rig import CONFIG, FOLDER, MODEL, OnlyThese, random_requests, ses
 from tests.model.naive_sampling import adjusted
 from tests.model.rig import Chunk
 from tests.model.rig import rig as plain_rig
+from tests.serving.statuses import per_engine
 
 MARGIN = 1e-3
 """Between the best two logits, for a choice to be sure: the mesh adds up in another order than one device."""
@@ -94,7 +95,7 @@ def asking(prompts: dict[str, tuple[int, ...]], wanted: int = 3) -> list[Request
 
 
 def test_log_probabilities_of_prompts_are_those_of_a_plain_forward(runner, logits_of, prompts):
-    """In chunks beside each other, on a 2 x 2 mesh: budgets of 16 tokens a step, blocks of one tile."""
+    """Chunks share steps of 16 tokens on a 2 x 2 mesh, in blocks of one tile."""
     with session(runner) as batched:
         batched.run(asking(prompts))
         found = batched.prompt_logprobs
@@ -109,7 +110,7 @@ def test_log_probabilities_of_prompts_are_those_of_a_plain_forward(runner, logit
             np.testing.assert_allclose(want_V[list(got.top_ids)], got.top_values, atol=2e-4)
 
 
-def test_they_are_the_same_in_other_chunks_and_after_a_preemption(runner, prompts):
+def test_prompt_log_probabilities_do_not_depend_on_chunks_or_preemptions(runner, prompts):
     def values(**engine: int) -> dict[str, np.ndarray]:
         with session(runner, engine) as some:
             some.run(asking(prompts) + others)
@@ -126,8 +127,8 @@ def test_they_are_the_same_in_other_chunks_and_after_a_preemption(runner, prompt
         np.testing.assert_allclose(whole[name], cut[name], atol=2e-4)
 
 
-def test_a_sick_token_fails_its_requests_alone(runner, monkeypatch):
-    """Its embedding is not a number. Those beside it, and those that get its pages later, do not notice."""
+def test_logits_that_are_not_finite_fail_only_their_requests(runner, monkeypatch):
+    """The embedding of one token is not a number. Other requests, also later users of its pages, do not change."""
     sick = 7
     rng = np.random.default_rng(11)
     healthy_ids = [token for token in range(MODEL.vocab_size) if token != sick]
@@ -156,4 +157,4 @@ def test_a_sick_token_fails_its_requests_alone(runner, monkeypatch):
         }
         assert [found[one.id] for one in ill] == [[], []]
         assert list(mixed.run(after).values()) == list(expected.values())
-        assert mixed.server.status().free_pages_S == (CONFIG.engine.num_pages,) * 2
+        assert per_engine(mixed.server.status(), "free_pages") == (CONFIG.engine.num_pages,) * 2

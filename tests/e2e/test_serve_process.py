@@ -23,13 +23,14 @@ from gimbal_jax.client.records import ClientError, Unavailable
 from gimbal_jax.scheduler.counts_file import load_counts, save_placement
 from tests.e2e.rig import CONFIG, FOLDER, LAYERS, MODEL, TOP_K
 from tests.serving.engine.fake_runner import FakeRunner
+from tests.serving.statuses import per_engine
 
 GIMBAL = Path(sys.executable).with_name("gimbal")
 MESH = ("--devices", "cpu:4", "--dp", "2", "--tp", "2")
 # Two shapes of steps to compile. Placements are decided when a test asks.
 LIMITS = ("--max-rows", "2", "--token-budget", "8", "--tile", "8", "--page-size", "4", "--num-pages", "200")
 PLACEMENT = ("--placement", "eplb", "--window-steps", "1000000")
-START_S, END_S = 120, 60
+START_S, END_S = 600, 600
 
 
 @contextlib.asynccontextmanager
@@ -68,9 +69,9 @@ async def tokens_of(client, i: int, max_tokens: int, **options) -> tuple[list[in
 
 
 async def under_load(client, count: int, max_tokens: int) -> list[asyncio.Task]:
-    """Streams that have all been accepted."""
+    """Start streams and return once the server has accepted all of them. Some may have ended by then."""
     tasks = [asyncio.create_task(tokens_of(client, i, max_tokens)) for i in range(count)]
-    while (await client.status()).active_requests < count:
+    while (await client.status()).active_requests + sum(task.done() for task in tasks) < count:
         await asyncio.sleep(0.01)
     return tasks
 
@@ -84,7 +85,7 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
     reversed_LE = np.tile(np.arange(MODEL.num_experts)[::-1], (LAYERS, 1))
     save_placement(tmp / "start.npz", reversed_LE, {"ranks": 4})
     files = "--placement-file", tmp / "start.npz", "--dump-counts", tmp / "counts", "--save", tmp / "saved"
-    options = *files, "--compile-cache", tmp / "compiled"
+    options = *files, "--compile-cache", tmp / "compiled", "--drain-timeout", END_S
     async with gimbal_serve(tmp / "first.log", FOLDER, *options) as (process, client):
         assert np.array_equal((await client.placement()).slot_of_expert_LE, reversed_LE)
         # Token ids are served; text, for which the checkpoint has no tokenizer, is refused.
@@ -97,7 +98,7 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
         assert answer[1] == "length"
 
         await client.rebalance()
-        while not (await client.status()).experts_moved:
+        while not (await client.status()).placement.experts_moved:
             await asyncio.sleep(0.05)
         placement_LE = (await client.placement()).slot_of_expert_LE
         assert not np.array_equal(placement_LE, reversed_LE)
@@ -110,7 +111,7 @@ async def first_life(tmp: Path) -> tuple[np.ndarray, tuple[list[int], str]]:
         np.testing.assert_array_equal(fetched.slot_of_expert_WLE, placement_LE[None])
         assert (dumped.meta["model"], dumped.meta["policy"], dumped.ranks) == ("base", "eplb", 4)
 
-        tasks = await under_load(client, 24, 60)
+        tasks = await under_load(client, 48, 60)
         process.send_signal(signal.SIGTERM)
         while await client.is_serving():
             await asyncio.sleep(0.01)
@@ -132,8 +133,8 @@ async def second_life(tmp: Path, placement_LE: np.ndarray, answer: tuple[list[in
 
         tasks = await under_load(client, 100, 200)
         status = await client.status()
-        assert status.compiles_after_warmup == 0 < sum(status.tokens_computed_S)
-        counted = sum(status.tokens_computed_S) * LAYERS * TOP_K
+        assert status.steps.compiles_after_warmup == 0 < sum(per_engine(status, "tokens_computed"))
+        counted = sum(per_engine(status, "tokens_computed")) * LAYERS * TOP_K
         while (await client.counts("total")).sum() < counted:  # they follow within a trace period
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)
@@ -144,6 +145,7 @@ async def second_life(tmp: Path, placement_LE: np.ndarray, answer: tuple[list[in
         assert await exit_code(process) == 0
 
 
+@pytest.mark.process
 def test_sigterm_under_load_and_restart_with_the_learned_placement(tmp_path):
     async def main():
         await second_life(tmp_path, *await first_life(tmp_path))

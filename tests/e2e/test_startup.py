@@ -10,7 +10,7 @@ from gimbal_jax.serving.runtime.programs import ProgramCache, programs_key
 from tests.e2e.rig import CONFIG, FOLDER, MODEL, random_requests, session
 
 
-def test_it_neither_traces_nor_compiles_and_gives_the_same_tokens(tmp_path):
+def test_a_second_start_compiles_nothing_and_gives_the_same_tokens(tmp_path):
     worked: list[str] = []
     notes: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **kwargs: worked.append(event))

@@ -4,9 +4,10 @@ import asyncio
 import random
 
 from gimbal_jax.client.records import ClientError
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from tests.e2e.rig import CONFIG, MODEL, SOURCES
-from tests.serving.fake_server import running_server, until
+from tests.serving.fake_server import LIMIT_S, running_server, until
+from tests.serving.statuses import per_engine
 
 STREAMS = 64
 
@@ -36,12 +37,12 @@ async def stream(client, i: int, leave_after: int | None, draw: random.Random) -
     raise AssertionError("the stream ended without a last chunk")
 
 
-def test_a_third_of_64_streams_cancelled(runner):
+def test_cancelled_streams_leave_no_pages(runner):
     draw = random.Random(4)
     leaving = set(draw.sample(range(STREAMS), STREAMS // 3))
 
     async def main(server):
-        async with asyncio.timeout(120), running_server(server) as (client, *_):
+        async with asyncio.timeout(LIMIT_S), running_server(server) as (client, *_):
             await until(lambda: server.state == "serving")
             ends = await asyncio.gather(
                 *(stream(client, i, draw.randrange(1, 12) if i in leaving else None, draw) for i in range(STREAMS))
@@ -53,14 +54,14 @@ def test_a_third_of_64_streams_cancelled(runner):
 
             await until(lambda: all(engine.idle for engine in server.engines))
             status = await client.status()
-            assert status.free_pages_S == (CONFIG.engine.num_pages,) * SOURCES
+            assert per_engine(status, "free_pages") == (CONFIG.engine.num_pages,) * SOURCES
             assert status.active_requests == 0
             assert status.preemptions > 0
-            frontend = server.on_outputs.__self__  # made by serve()
+            frontend = server._subscribers[0].__self__  # made by serve()
             await until(lambda: frontend.dispatcher.view(0.0).compensation_S == (0, 0))
 
     runner.begin_counts()()
-    server = Server(MODEL, CONFIG, runner)
+    server = EngineCore(MODEL, CONFIG, runner)
     server.start()
     try:
         asyncio.run(main(server))

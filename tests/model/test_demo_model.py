@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jinja2
@@ -25,9 +24,7 @@ from gimbal_jax.model.hf_config import load_config
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "model"
-    start = time.monotonic()
     write_demo_model(folder)
-    assert time.monotonic() - start < 60
     return folder
 
 

@@ -24,7 +24,7 @@ from gimbal_jax.model.memory import (
 from gimbal_jax.model.sharding import RANKS
 from gimbal_jax.model.sizes import expert_bytes
 from gimbal_jax.model.step import abstract_model, abstract_state
-from gimbal_jax.serving.runtime.batch import blank
+from gimbal_jax.serving.runtime.batch import default_rare_inputs
 
 QWEN = PRESETS["Qwen3-30B-A3B"]
 SMALL = {name: replace(model, num_layers=3, moe_layers=(0, 2)) for name, model in PRESETS.items()}
@@ -86,7 +86,7 @@ def test_page_and_counter_bytes_equal_the_state_s_shards(dp, tp):
 @pytest.mark.parametrize("vocab_size,budget", [(151936, 8192), (1000, 100)])
 def test_rare_bytes_equal_the_server_s_arrays(vocab_size, budget):
     engine = EngineConfig(max_model_len=123, max_rows=7, token_budget=budget, tile=64)
-    arrays = vars(blank(engine, vocab_size, engines=1)).values()
+    arrays = vars(default_rare_inputs(engine, vocab_size, engines=1)).values()
     flags = sum(array.nbytes for array in arrays if not array.ndim)
     assert rare_bytes(vocab_size, engine) == sum(array.nbytes for array in arrays) - flags
 

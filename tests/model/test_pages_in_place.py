@@ -15,7 +15,7 @@ from gimbal_jax.model.inputs import step_shape
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import abstract_model, abstract_state, step
 from gimbal_jax.model.transformer import StepLayout
-from gimbal_jax.serving.runtime.batch import blank
+from gimbal_jax.serving.runtime.batch import default_rare_inputs
 
 MODEL = replace(PRESETS["Qwen3-30B-A3B"], num_layers=2, moe_layers=(1,), vocab_size=1000, hidden_size=64)
 ENGINE = EngineConfig(max_model_len=256, page_size=16, num_pages=40, max_rows=8, tile=32, token_budget=128)
@@ -35,7 +35,7 @@ def test_no_pages_are_copied(tp, bucket):
         abstract_state(MODEL, ENGINE, jnp.float32, mesh),
         jax.ShapeDtypeStruct((len(MODEL.moe_layers), MODEL.num_experts), jnp.int32, sharding=everywhere),
         jax.ShapeDtypeStruct((1, shape.packed), jnp.int32, sharding=by_engine),
-        blank(ENGINE, MODEL.vocab_size, 1),
+        default_rare_inputs(ENGINE, MODEL.vocab_size, 1),
     ).compile()
     pages = rf"f32\[1,{ENGINE.num_pages},{ENGINE.page_size},{MODEL.num_kv_heads // tp},{MODEL.head_dim}\]"
     text = compiled.as_text()

@@ -17,7 +17,7 @@ from gimbal_jax.model.inputs import step_shape
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.model.step import abstract_model, abstract_state, step
 from gimbal_jax.model.transformer import StepLayout
-from gimbal_jax.serving.runtime.batch import blank
+from gimbal_jax.serving.runtime.batch import default_rare_inputs
 
 MODEL = replace(PRESETS["Qwen3-30B-A3B"], num_layers=2, moe_layers=(1,), attention_bias=True, vocab_size=5000)
 ENGINE = EngineConfig(max_model_len=256, page_size=16, num_pages=40, max_rows=8, tile=32, token_budget=128)
@@ -46,7 +46,7 @@ def traced(dtype: str, bucket: str, mesh_size: tuple[int, int]) -> tuple[Any, li
         abstract_state(MODEL, ENGINE, DTYPES[dtype], mesh),
         jax.ShapeDtypeStruct((len(MODEL.moe_layers), MODEL.num_experts), jnp.int32, sharding=everywhere),
         jax.ShapeDtypeStruct((mesh_size[0], shape.packed), jnp.int32, sharding=by_engine),
-        blank(ENGINE, MODEL.vocab_size, mesh_size[0]),
+        default_rare_inputs(ENGINE, MODEL.vocab_size, mesh_size[0]),
     ).jaxpr
     return closed, jax.tree.leaves(weights)
 

@@ -1,4 +1,4 @@
-"""One process of ``processes.on_mesh``: joins the others, calls the function and writes what it returns.
+"""One process of ``processes.on_mesh``: it joins the others, calls the function and writes what the function returns.
 
 Usage: python -m tests.multihost.mesh_process CALL RESULT_FILE
 """
@@ -24,7 +24,7 @@ def main(call: dict, result: Path) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: an orderly end would wait for the others
+        os._exit(1)  # an orderly exit would wait for the others
     jax.distributed.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Processes that a test starts together: awaited for a limited time, and gone at the end, whatever happens."""
+"""Processes that a test starts together. It waits for them for a limited time, and they are always gone at the end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from typing import Any
 from gimbal_jax.serving.network.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-GRACE_S = 5.0
-"""For the others to end by themselves after one has failed."""
+GRACE_S = 60.0
+"""Seconds that the other processes have to end by themselves after one has failed."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process in a group of its own, with a file for all that it prints."""
+    """A process in its own group, with a file for everything it prints."""
 
     popen: subprocess.Popen[bytes]
     log: Path
 
     def output(self) -> str:
-        """Whatever it printed so far."""
+        """Everything it has printed so far."""
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """It and what it started, if they still run; returns when it is gone."""
+        """Kill it and the processes that it started, if they still run. Return when it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
@@ -44,7 +44,7 @@ class Process:
 def started(commands: Sequence[Sequence[str]]) -> Iterator[list[Process]]:
     """A process for each command, run in the root of the repository.
 
-    They are killed at the end; if the test process dies, the system kills them (on Linux; not what they started).
+    They are killed at the end. If the test process dies, Linux kills them, but not the processes that they started.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -57,7 +57,7 @@ def started(commands: Sequence[Sequence[str]]) -> Iterator[list[Process]]:
 
 
 def wait(processes: Sequence[Process], timeout_s: float) -> list[int | None]:
-    """Exit codes when all have ended; None for one that has not: in time, or soon after another failed."""
+    """Exit codes when all have ended. None for one that still runs at the timeout, or ``GRACE_S`` after a failure."""
     deadline = time.monotonic() + timeout_s
     codes: list[int | None] = [None]
     while None in codes and time.monotonic() < deadline:
@@ -69,12 +69,12 @@ def wait(processes: Sequence[Process], timeout_s: float) -> list[int | None]:
 
 
 def on_mesh(
-    function: Callable[..., Any], *, processes: int, devices: int, timeout_s: float = 120, **arguments: Any
+    function: Callable[..., Any], *, processes: int, devices: int, timeout_s: float = 900, **arguments: Any
 ) -> list[Any]:
-    """What a function of a module returns in each of so many processes, which see each other's CPU devices.
+    """Return what a function of a module returns in each of ``processes``, which see each other's CPU devices.
 
-    ``devices`` are those of one process. Arguments and results are JSON. Raises AssertionError with what was printed
-    unless all end well in time.
+    Each process has ``devices``. Arguments and results are JSON. Raise AssertionError with everything they printed,
+    unless all exit with 0 in time.
     """
     call = {
         "function": [function.__module__, function.__qualname__],

@@ -1,4 +1,4 @@
-"""``gimbal serve`` in several processes on one machine, and load on it."""
+"""``gimbal serve`` in several processes on one host, and load on it. Limits are far above what a busy host needs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.multihost.processes import Process, started
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "goldens" / "base"
 GIMBAL = Path(sys.executable).with_name("gimbal")
-# Two shapes of steps to compile. Placements are decided when somebody asks.
+# Two shapes of steps to compile. Placements are decided when a client asks.
 LIMITS = (
     *("--max-rows", "2", "--token-budget", "8", "--tile", "8", "--page-size", "4", "--num-pages", "200"),
-    *("--max-queue", "1000", "--placement", "eplb", "--window-steps", "1000000"),
+    *("--max-queue", "1000", "--placement", "eplb", "--window-steps", "1000000", "--drain-timeout", "600"),
 )
 SECRET = "the secret of these tests"
-START_S = 240
+START_S = 900
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A server that serves; its first process leads."""
+    """A server that serves. Its first process leads."""
 
     processes: list[Process]
     client: GimbalClient
@@ -53,14 +53,14 @@ def secret_file(folder: Path, secret: str = SECRET) -> Path:
 
 @cache
 def ports_of(folder: Path) -> tuple[int, int, int]:
-    """For clients, coordinator and commands: a server that starts again gets the same ones."""
+    """Ports for clients, coordinator and commands. A server that restarts gets the same ones."""
     return free_port(), free_port(), free_port()
 
 
 def serve_commands(
     folder: Path, processes: int, devices: int, options: tuple[str, ...], *, slurm: bool = False
 ) -> list[list[str]]:
-    """A command for each process; under ``slurm`` each finds by itself which one it is."""
+    """A command for each process. Under ``slurm`` each process finds its own index."""
     usual = [str(GIMBAL), "serve", str(FOLDER), "--devices", f"cpu:{devices}", *LIMITS, *options]
     usual += ["--compile-cache", str(folder / "compiled")]
     if processes == 1:
@@ -80,7 +80,7 @@ def serve_commands(
 async def cluster(
     folder: Path, processes: int, devices: int, dp: int, tp: int, *options: str, slurm: bool = False
 ) -> AsyncIterator[Cluster]:
-    """So many processes with so many devices each, serving. Options are for all of them. Killed at the end."""
+    """``processes`` with ``devices`` each that serve, all with the same options. They are killed at the end."""
     port, *_ = ports_of(folder)
     target, mesh = f"127.0.0.1:{port}", ("--dp", str(dp), "--tp", str(tp), "--port", str(port))
     with started(serve_commands(folder, processes, devices, (*mesh, *options), slurm=slurm)) as running:
@@ -97,7 +97,7 @@ def printed(running: list[Process]) -> str:
 
 
 async def answer(client: GimbalClient, i: int, max_tokens: int = 24) -> tuple[list[int], str]:
-    """Greedy tokens of one stream, and how it ended: a finish reason, or a status and its text."""
+    """Greedy tokens of one stream, and its end: a finish reason, or a status and its text."""
     rng = np.random.default_rng(i)
     prompt = rng.integers(3, 128, rng.integers(1, 20)).tolist()
     tokens: list[int] = []
@@ -116,7 +116,7 @@ async def answers(client: GimbalClient, count: int, max_tokens: int = 24) -> lis
 
 
 async def exit_codes(running: list[Process], timeout_s: float) -> list[int | None]:
-    """Of all processes, when they have ended or the time is over."""
+    """Exit codes when all processes have ended or the time is over. None for a process that still runs."""
     deadline = time.monotonic() + timeout_s
     while (codes := [process.popen.poll() for process in running]).count(None) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Weights on a mesh, compared shard by shard: no process holds them all."""
+"""Weights on a mesh, compared shard by shard, because no process holds all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def digests(weights: nnx.State) -> Digests:
-    """Of each parameter, by its name and the rank of the device, for the devices of this process."""
+    """Digest of each parameter, by its name and the rank of the device, for the devices of this process."""
     found: Digests = {}
     for path, variable in nnx.to_flat_state(weights):
         array = variable.get_value()
@@ -22,7 +22,7 @@ def digests(weights: nnx.State) -> Digests:
 
 
 def merged(parts: list[Digests]) -> Digests:
-    """Those of all processes together; a rank belongs to one of them."""
+    """Digests of all processes together. A rank belongs to one process."""
     ranks = [rank for part in parts for rank in next(iter(part.values()))]
     assert len(ranks) == len(set(ranks))
     return {name: {rank: digest for part in parts for rank, digest in part[name].items()} for name in parts[0]}

@@ -1,4 +1,4 @@
-"""Loading where a mesh spans processes: each reads its own shards only, and all together hold what one would."""
+"""Loading on a mesh of several processes: each reads only its own shards, and together they hold what one would."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 CASES = ("base", "kv1", "mlp_only")
 MESHES = ((2, 2), (4, 1), (1, 4))
 PARTS = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""Of the names of tensors that are split over tp, or over experts."""
+"""Parts of the names of tensors that are split over tp or over experts."""
 
 
 def load_all():
@@ -45,14 +45,14 @@ def load_all():
 
 @pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=str)
 def loaded(request):
-    """The answers of each process, and devices per process."""
+    """The answers of each process, and the devices per process."""
     processes, devices = request.param
     return on_mesh(load_all, processes=processes, devices=devices), devices
 
 
 @pytest.mark.parametrize("dp,tp", MESHES)
 @pytest.mark.parametrize("case", CASES)
-def test_all_shards_are_those_of_one_process(loaded, case, dp, tp):
+def test_shards_equal_those_of_one_process(loaded, case, dp, tp):
     answers, _ = loaded
     weights, _ = load_weights(GOLDENS / case, load_config(GOLDENS / case), make_mesh(MeshConfig(dp, tp)), jnp.float32)
     assert merged([answer[f"{case} {dp} {tp}"][0] for answer in answers]) == digests(weights)
@@ -60,10 +60,10 @@ def test_all_shards_are_those_of_one_process(loaded, case, dp, tp):
 
 @pytest.mark.parametrize("dp,tp", MESHES)
 @pytest.mark.parametrize("case", CASES)
-def test_each_process_reads_what_its_own_shards_need_once(loaded, case, dp, tp):
-    """Experts once in all, rows of what is split over tp once for each process that has them, the rest once for each.
+def test_each_process_reads_only_what_its_shards_need_and_once(loaded, case, dp, tp):
+    """Each expert is read once. Rows of a tensor split over tp are read by each process that has them, the rest by all.
 
-    What is split along the rows of the file is read whole for each part, and a KV head for each of its copies.
+    A tensor that is split along the rows of the file is read whole for each part, and a KV head for each of its copies.
     """
     answers, devices = loaded
     config = load_config(GOLDENS / case)

@@ -1,4 +1,4 @@
-"""Compiled programs where a mesh spans processes: all take a program from their folders, or all compile it."""
+"""Compiled programs on a mesh of several processes: all take a program from their folders, or all compile it."""
 
 import hashlib
 from functools import partial
@@ -60,7 +60,7 @@ def first_start(folder: str):
 
 
 def later_starts(folder: str):
-    """A second start; one after process 1 lost a program; one where process 1 keeps none; and a last one."""
+    """A second start, one after process 1 lost a program, one where process 1 keeps no programs, and a last one."""
     process, second = jax.process_index(), Start(Path(folder))
     if process == 1:
         next(Path(folder, second.key).iterdir()).unlink()
@@ -77,10 +77,10 @@ def started(tmp_path_factory):
     return [[first[process], *later[process]] for process in range(2)]
 
 
-def test_programs_are_lowered_by_all_or_by_none(started):
+def test_all_processes_lower_a_program_or_none_does(started):
     for answers in started:
         assert [answer["lowered"] for answer in answers] == [3, 0, 1, 3, 0]
-        # The processes tell each other what they have by a program of jax's own, once in the life of a process.
+        # The processes exchange which programs they have by a program of jax's, compiled once in the life of a process.
         assert answers[1]["compiled"] <= 1 and answers[4]["compiled"] == 0
         assert [note for answer in answers for note in answer["notes"]] == []
 
@@ -90,7 +90,7 @@ def test_kept_programs_give_the_same_bits(started):
         assert len({answer["output"] for answer in answers}) == 1
 
 
-def test_each_process_has_programs_of_its_own(started):
+def test_each_process_has_its_own_programs(started):
     keys = [{answer["key"] for answer in answers} for answers in started]
     alone = programs_key(MODEL, ServerConfig(MeshConfig(2, 2)), "float32", jax.devices())
     assert [len(found) for found in keys] == [1, 1]

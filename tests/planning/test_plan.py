@@ -18,7 +18,7 @@ from gimbal_jax.planning.plan import (
     CLOSE,
     MeshPlan,
     PlanRequest,
-    Refused,
+    Rejected,
     plan_mesh,
     plan_meshes,
     recommended,
@@ -41,7 +41,7 @@ def fitting(request: PlanRequest) -> list[MeshPlan]:
 
 def test_what_the_kernels_do_not_take_is_refused():
     plan = plan_mesh(PlanRequest(replace(QWEN, dtype="float32", weights_dtype="float32"), H100, 4), MeshConfig(2, 2))
-    assert isinstance(plan, Refused)
+    assert isinstance(plan, Rejected)
     assert "dtype is float32; the attention kernel takes bfloat16" in plan.reason
     a100 = plan_mesh(
         PlanRequest(replace(QWEN, dtype="float32", weights_dtype="float32"), gpu_kinds()["A100-80"], 8),
@@ -53,7 +53,7 @@ def test_what_the_kernels_do_not_take_is_refused():
 def test_every_factorisation_is_listed():
     plans = plan_meshes(PlanRequest(QWEN, H100, 12))
     assert [(plan.mesh.dp, plan.mesh.tp) for plan in plans] == [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
-    assert all(isinstance(plan, Refused) and "num_experts = 128" in plan.reason for plan in plans)
+    assert all(isinstance(plan, Rejected) and "num_experts = 128" in plan.reason for plan in plans)
 
 
 def test_the_paper_s_testbed_holds_95_percent_of_a_million_tokens_per_engine():
@@ -81,7 +81,7 @@ def test_the_paper_s_testbed_holds_95_percent_of_a_million_tokens_per_engine():
 )
 def test_a_mesh_that_breaks_a_rule_says_which(changes, mesh, rule):
     plan = plan_mesh(PlanRequest(replace(QWEN, **changes), H100, mesh.ranks), mesh)
-    assert isinstance(plan, Refused)
+    assert isinstance(plan, Rejected)
     assert plan.reason.startswith(rule)
     assert plan.missing_bytes == 0
 
@@ -89,7 +89,7 @@ def test_a_mesh_that_breaks_a_rule_says_which(changes, mesh, rule):
 def test_what_does_not_fit_says_by_how_much():
     request = PlanRequest(LARGE, H100, 4)
     plan = plan_mesh(request, MeshConfig(1, 4))
-    assert isinstance(plan, Refused)
+    assert isinstance(plan, Rejected)
     bucket = step_buckets(GPU_ENGINE, 4)[-1]
     needed = device_bytes(LARGE, ServerConfig(MeshConfig(1, 4), GPU_ENGINE), bucket)
     assert plan.missing_bytes == needed.least - request.budget
@@ -190,7 +190,8 @@ def test_on_several_nodes_every_process_has_a_command():
     (alone,) = serve_commands("folder", TWO_NODES, MeshConfig(4, 4))
     for process, words in enumerate(commands):
         assert words[: len(alone)] == alone
-        together = "--coordinator HOST_OF_PROCESS_0:PORT --secret-file SECRET_FILE --processes 2 --process"
+        together = "--coordinator HOST_OF_PROCESS_0:PORT --secret-file SECRET_FILE --trusted-network on "
+        together += "--processes 2 --process"
         assert " ".join(words[len(alone) :]) == f"{together} {process}"
     assert len(commands) == 2
 
@@ -200,7 +201,7 @@ def test_engines_lie_within_nodes():
     assert [plan.mesh for plan in plans] == [MeshConfig(16 // tp, tp, 2) for tp in (1, 2, 4, 8, 16)]
     assert [isinstance(plan, MeshPlan) for plan in plans] == [True] * 4 + [False]
     crossing = plans[-1]
-    assert isinstance(crossing, Refused)
+    assert isinstance(crossing, Rejected)
     assert crossing.reason == (
         "tp = 16 must divide the 8 GPUs of a node, so that engines lie within nodes: a GPU has 450 GB/s there, "
         "and 50 GB/s over ib400"

@@ -138,9 +138,7 @@ def test_a_missing_collective_is_explained():
 
 
 def test_the_document_lists_the_rules():
-    table = (
-        (Path(__file__).parents[2] / "docs" / "cuda.md").read_text().split("| rule | what it says |\n|---|---|\n")[1]
-    )
+    table = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text().split("| rule | meaning |\n|---|---|\n")[1]
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
     # The last one is a promise of scripts/cuda_check.py about one mesh, not a rule of programs.
     assert rows[-1][0] == "kv pool"

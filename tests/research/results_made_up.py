@@ -1,4 +1,4 @@
-"""A store that is full of made-up results, for tables and pictures."""
+"""A store of made-up results for all tables and pictures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from research.tasks import CalibrationPoint, ExpertCounts, OneRequest, Replicas,
 
 SCOPE = replace(quick(Scope()), seeds=3)
 SLOWDOWN = {"vllm": 1.0, "gimbal": 0.8, "gimbal+": 0.7, "gimbal_dp": 0.95, "multihost_gimbal": 0.45}
-"""Of the systems' latencies; all others have 0.9."""
+"""Factor on the latencies of each system; all other systems have 0.9."""
 
 
 def made_up_store(folder: Path, names: tuple[str, ...] | None = None, scope: Scope = SCOPE) -> ResultStore:
-    """Results for everything in this scope, or for these experiments only."""
+    """Return a store with results of all experiments in this scope, or of the named ones only."""
     store = ResultStore(folder / "results.jsonl")
     found = experiments(scope)
     for task in dict.fromkeys(task for name in names or found for task in found[name].tasks):
@@ -29,7 +29,7 @@ def made_up_store(folder: Path, names: tuple[str, ...] | None = None, scope: Sco
 
 
 def made_up(task: Task) -> dict[str, Any]:
-    """Latency is 10 s times load times slowdown; the rest follows from it."""
+    """Return a result with a latency of 10 s times load times slowdown. The other measures follow from it."""
     match task:
         case Scenario():
             return {**_run(task), "wall_s": 2.0}

@@ -16,7 +16,7 @@ from research import calibrate_placement
 from research.calibrate_placement import KINDS, compare, synthetic
 
 
-def test_drifting_windows_start_from_what_was_in_force_before():
+def test_drifting_windows_start_from_the_placement_of_the_previous_window():
     windows = synthetic(per_kind=2, ranks=4, seed=0)
     assert windows.kind_L == [kind for kind in KINDS for _ in range(2)]
     contiguous_L = (windows.slot_of_expert_LE == np.arange(128)).all(axis=1)
@@ -24,7 +24,7 @@ def test_drifting_windows_start_from_what_was_in_force_before():
     assert windows.sample(4).kind_L == ["diverse", "narrow", "topic-sticky", "drifting"]
 
 
-def test_a_result_says_what_the_policies_give():
+def test_a_result_has_the_measures_of_every_policy():
     windows = synthetic(per_kind=1, ranks=4, seed=1)
     config = PlacementConfig(beta=0.3, gamma=0.1)
     result = compare(windows, config, time_limit_s=10, gap=1e-3)

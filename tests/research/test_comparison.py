@@ -31,7 +31,7 @@ def grid(rates=(2.0, 4.0), seeds=2) -> list[Scenario]:
     return [Scenario("vllm", workload=WorkloadConfig(rate=rate), seed=seed) for rate in rates for seed in range(seeds)]
 
 
-def test_the_interval_is_that_of_the_mean():
+def test_the_interval_is_of_the_mean():
     values = np.random.default_rng(1).normal(3.0, 2.0, size=400)
     found = estimate(values.tolist())
     assert found.mean == pytest.approx(values.mean()) and found.count == 400
@@ -43,7 +43,7 @@ def test_the_interval_is_that_of_the_mean():
     assert estimate([]).count == 0 and math.isnan(estimate([]).mean)
 
 
-def test_intervals_hold_the_true_mean_about_as_often_as_they_say():
+def test_intervals_contain_the_true_mean_at_about_their_nominal_rate():
     rng = np.random.default_rng(2)
     found = [estimate(rng.normal(size=30).tolist()) for _ in range(300)]
     assert 0.88 < np.mean([e.low <= 0 <= e.high for e in found]) < 0.98
@@ -66,12 +66,12 @@ def test_verdicts_on_a_fall_of_two_fifths(low, high, expected):
     assert verdict(0.4, Estimate(-(low + high) / 2, -high, -low, 9)) == expected  # a rise, mirrored
 
 
-def test_two_runs_are_no_verdict():
+def test_two_runs_are_too_few_for_a_verdict():
     assert verdict(-0.4, estimate([])) == verdict(-0.4, estimate([-0.5, -0.5])) == "too few runs"
     assert verdict(-0.4, estimate([-0.5] * 3)) == "confirmed"
 
 
-def test_changes_pair_each_run_with_its_own_baseline(tmp_path):
+def test_each_run_is_compared_with_its_own_baseline(tmp_path):
     store = ResultStore(tmp_path / "results.jsonl")
     before = grid()
     after = under_system("gimbal", before)
@@ -82,7 +82,7 @@ def test_changes_pair_each_run_with_its_own_baseline(tmp_path):
     assert changes(store, before, before, "tpot") == [0.0] * 4
 
 
-def test_pairs_that_lack_a_number_are_left_out(tmp_path):
+def test_pairs_without_a_number_are_ignored(tmp_path):
     store = ResultStore(tmp_path / "results.jsonl")
     before = grid()
     after = under_system("gimbal", before)
@@ -101,7 +101,7 @@ def test_loads_are_rates_or_shares():
     assert load_of(replace(found[0], share_of_capacity=0.5)) == 0.5
 
 
-def test_a_claim_is_measured_where_it_speaks_of(tmp_path):
+def test_a_claim_is_measured_at_its_load_and_shape(tmp_path):
     """Gimbal saves a tenth, but half at the highest load of one shape."""
     store = ResultStore(tmp_path / "results.jsonl")
     shapes = [

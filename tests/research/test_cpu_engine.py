@@ -1,4 +1,4 @@
-"""What the scripts measure on: the demo model made wide, and its clients."""
+"""The widened demo model that the scripts measure, and its clients."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from research.cpu_engine import ENGINE, widen_experts
 from tests.e2e.rig import FOLDER
 
 
-def test_wide_experts_compute_the_same():
+def test_wide_experts_give_equal_outputs():
     model = load_config(FOLDER)
     weights, _ = load_weights(FOLDER, model, make_mesh(MeshConfig()), "float32")
     mlp: Any = weights["layers"][model.moe_layers[0]]["mlp"]
@@ -47,7 +47,7 @@ def test_scaled_requests_fit_the_engine():
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_separate_pass_counts_what_was_chosen(padding):
+def test_the_separate_pass_counts_the_chosen_experts(padding):
     rng = np.random.default_rng(1)
     slot_of_expert_E = rng.permutation(16)
     expert_Tk = np.array([rng.choice(16, 4, replace=False) for _ in range(10)])

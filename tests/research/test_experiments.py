@@ -1,4 +1,4 @@
-"""Which runs the figures need."""
+"""Runs of the figures and studies."""
 
 from collections import Counter
 from dataclasses import replace
@@ -37,7 +37,7 @@ from research.tasks import Replicas, at_capacity, capacity_task
 SCOPE = Scope()
 
 
-def test_the_whole_reproduction_is_of_a_size_that_can_be_waited_for():
+def test_the_whole_reproduction_has_a_limited_number_of_runs():
     assert 1000 < len(in_order(experiments(SCOPE).values(), SCOPE)) < 1800
     small = quick(SCOPE)
     assert len(in_order(experiments(small).values(), small)) < 300
@@ -58,14 +58,14 @@ def test_settings_of_a_cost_set_share_no_seed(costs):
     assert len({s.seed for s in found}) == len(found)
 
 
-def test_more_seeds_go_on_from_fewer():
+def test_settings_of_more_seeds_contain_those_of_fewer():
     one, three = (in_order(experiments(Scope(seeds=seeds)).values(), SCOPE) for seeds in (1, 3))
     assert set(one) < set(three)
     capacities = [{capacity_task(task) for task in tasks} for tasks in (one, three)]
     assert capacities[0] == capacities[1]
 
 
-def test_systems_of_a_setting_share_all_else():
+def test_systems_of_a_setting_share_all_other_fields():
     runs = [task for task in experiments(SCOPE)["9"].tasks if isinstance(task, Scenario)]
     by_setting = Counter(replace(run, system="vllm") for run in runs)
     everywhere = {setting for costs in COST_SETS for setting in settings(SCOPE, costs)}
@@ -79,7 +79,7 @@ def test_every_claim_has_its_runs_in_the_paper_s_grid():
         assert runs.issuperset(under_system(claim.system, grid) + under_system(claim.baseline, grid)), claim
 
 
-def test_the_paper_s_testbed_comes_first():
+def test_the_paper_s_testbed_is_computed_first():
     tasks = in_order(experiments(SCOPE).values(), SCOPE)
     assert len(set(tasks)) == len(tasks)
     runs = [task for task in tasks if isinstance(task, Scenario)]
@@ -89,7 +89,7 @@ def test_the_paper_s_testbed_comes_first():
     first = [s for s in first if s.workload.lengths == "random"]
     assert runs[: len(first)] == first
     changes = sum((a.costs, a.seed) != (b.costs, b.seed) for a, b in pairwise(first))
-    assert changes < len({(s.costs, s.seed) for s in first})  # one router after the other
+    assert changes < len({(s.costs, s.seed) for s in first})  # runs of one router are consecutive
 
 
 def test_variants_change_one_thing():
@@ -100,7 +100,7 @@ def test_variants_change_one_thing():
         assert len({load_of(s) for s in with_topics(SCOPE, costs)}) == 2
 
 
-def test_studies_compare_like_with_like():
+def test_systems_of_a_study_share_their_settings():
     budgets = budget_settings(SCOPE)
     assert len({replace(s, token_budget=1) for s in budgets}) == len({s.seed for s in budgets}) == 3
     multihost = multihost_settings(SCOPE)
@@ -121,7 +121,7 @@ def test_kv_caches_of_several_nodes_are_as_planned(mesh):
     assert rate > 0 and mesh.ranks_per_node == 8
 
 
-def test_one_capacity_serves_all_that_is_compared():
+def test_compared_runs_share_one_capacity():
     runs = [task for experiment in experiments(SCOPE).values() for task in experiment.tasks]
     shared = [task for task in runs if capacity_task(task) is not None]
     assert len({capacity_task(task) for task in shared}) < 15
@@ -131,12 +131,12 @@ def test_one_capacity_serves_all_that_is_compared():
     assert capacity_task(Scenario()) is None
 
 
-def test_a_share_becomes_a_rate():
+def test_a_share_of_capacity_is_replaced_by_a_rate():
     base = Scenario("gimbal", share_of_capacity=0.8)
     at_rate = at_capacity(base, 50.0)
     assert isinstance(at_rate, Scenario)
     assert at_rate.workload.rate == 40.0 and at_rate.share_of_capacity is None
     assert replace(at_rate, share_of_capacity=0.8, workload=base.workload) == base
     assert at_capacity(Replicas(base), 50.0) == Replicas(at_rate)
-    with pytest.raises(ValueError, match="no share of capacity"):
+    with pytest.raises(ValueError, match="must have a share of capacity"):
         at_capacity(Scenario(), 50.0)

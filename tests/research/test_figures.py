@@ -1,4 +1,4 @@
-"""Pictures of made-up results show these results."""
+"""Pictures of made-up results show the values of these results."""
 
 import matplotlib.image
 import numpy as np
@@ -34,7 +34,7 @@ def test_every_figure_and_study_is_drawn(store, tmp_path):
         assert min(pixels.shape[:2]) > 300 and 0.005 < (pixels.min(axis=2) < 0.9).mean() < 0.9, path
 
 
-def test_what_was_not_run_is_not_drawn(tmp_path):
+def test_figures_without_results_are_not_drawn(tmp_path):
     empty = ResultStore(tmp_path / "results.jsonl")
     assert list(draw_figures(empty, SCOPE, tuple(experiments(SCOPE)), tmp_path)) == []
     some = made_up_store(tmp_path / "some", ("2", "multihost"))

@@ -41,7 +41,7 @@ def true_seconds(engines, bucket) -> float:
 
 def smallest_bucket(engines):
     rows = max(len(e.decode_contexts) for e in engines)
-    tiles = max(len(e.prefill) for e in engines)  # every chunk drawn here fits into one tile
+    tiles = max(len(e.prefill) for e in engines)  # every chunk drawn here fits in one tile
     return next(b for b in BUCKETS if b[0] >= rows and b[1] >= tiles)
 
 
@@ -73,7 +73,7 @@ def test_noise_averages_out():
     )
 
 
-def test_step_parts_are_the_price_whatever_the_routing():
+def test_step_parts_are_the_price_for_any_routing():
     costs = MeasuredCosts(draw_steps(), BUCKETS, TILE)
     engines = engine([20, 30], []), engine([], [(0, 5)], chosen=1)
     work = StepWork(engines, np.zeros((1, 2, 4), np.int64), 2)
@@ -88,7 +88,7 @@ def test_a_chunk_takes_whole_tiles():
     assert base[4, 2] < costs.price(two_tiles)["step"] < base[16, 4] < costs.price(three_tiles)["step"]
 
 
-def test_a_bucket_that_was_not_measured_costs_what_the_next_larger_does():
+def test_an_unmeasured_bucket_is_priced_as_the_next_larger_one():
     steps = draw_steps(buckets=((4, 0), (16, 4)))
     costs = MeasuredCosts(steps, BUCKETS, TILE)
     engines = engine([9] * 10, []), engine([], [])
@@ -96,7 +96,7 @@ def test_a_bucket_that_was_not_measured_costs_what_the_next_larger_does():
     assert costs.outside == {"step": 1}
 
 
-def test_inside_of_what_was_measured_nothing_is_outside():
+def test_steps_within_the_measured_range_do_not_count_as_outside():
     steps = draw_steps()
     costs = MeasuredCosts(steps, BUCKETS, TILE)
     for step in steps:
@@ -111,7 +111,7 @@ def test_the_largest_bucket_must_be_measured():
         MeasuredCosts(draw_steps(buckets=BUCKETS[:3]), BUCKETS, TILE)
 
 
-def test_no_price_is_negative_where_more_work_took_less_time():
+def test_prices_are_not_negative_if_more_work_took_less_time():
     steps = [MeasuredStep((engine([9] * rows, []),), 0.010 - 0.001 * rows, 0.0) for rows in (1, 2, 3, 4) * LEAST_STEPS]
     costs = MeasuredCosts(steps, ((4, 0),), TILE)
     prices = [costs.price((engine([9] * rows, []),))["step"] for rows in (1, 2, 3, 4)]

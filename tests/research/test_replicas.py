@@ -1,4 +1,4 @@
-"""Redundant experts: how pairs are shared, and what a run's steps would cost."""
+"""Redundant experts: shares of pairs, and prices of a run's steps."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_replicas_share_the_pairs_of_their_expert(counts_LSE, redundant):
             assert (pairs_SP.max(axis=1) - pairs_SP.min(axis=1) <= 1).all()
 
 
-def test_even_pairs_are_as_many_and_even(counts_LSE):
+def test_even_pairs_keep_the_total_and_are_even(counts_LSE):
     work = StepWork((), counts_LSE, RANKS)
     even = StepWork((), even_pairs_LSP(work, RANKS), RANKS)
     assert (even.pairs_LSP.sum(axis=2) == counts_LSE.sum(axis=2)).all()
@@ -45,7 +45,7 @@ def test_even_pairs_are_as_many_and_even(counts_LSE):
 SMALL = Scenario("static", workload=WorkloadConfig("azure-code", requests=60, rate=40.0))
 
 
-def test_a_study_prices_what_a_run_did_under_other_placements(monkeypatch):
+def test_a_study_prices_a_run_s_steps_under_other_placements(monkeypatch):
     monkeypatch.setattr(replicas, "WINDOW_STEPS", 20)
     found = replica_study(SMALL)
     assert list(found["experts_s"]) == ["contiguous", *(f"eplb, {n} redundant" for n in (0, 32, 128)), "even"]
@@ -54,12 +54,12 @@ def test_a_study_prices_what_a_run_did_under_other_placements(monkeypatch):
         of_kind = {name: seconds[kind] for name, seconds in found["experts_s"].items()}
         assert min(of_kind, key=lambda name: of_kind[name]) == "even"
         assert 0 < of_kind["contiguous"] < found["steps_s"][kind]
-    # A decode step of few rows reads more weights where experts stand twice.
+    # A decode step of few rows reads more weights if experts have replicas.
     decode = {name: seconds["decode"] for name, seconds in found["experts_s"].items()}
     assert decode["eplb, 128 redundant"] > decode["eplb, 0 redundant"]
 
 
-def test_only_runs_whose_experts_stay_can_be_studied():
+def test_a_system_that_moves_experts_is_rejected():
     moving = replace(SMALL, system="moetuner", workload=replace(SMALL.workload, requests=3))
-    with pytest.raises(ValueError, match="system moetuner: must leave the contiguous placement"):
+    with pytest.raises(ValueError, match="system moetuner: must keep the contiguous placement"):
         replica_study(moving)

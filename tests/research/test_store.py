@@ -19,7 +19,7 @@ class OtherScene:
     seed: int = 0
 
 
-def test_results_are_found_again_by_another_store(tmp_path):
+def test_another_store_reads_the_results(tmp_path):
     path = tmp_path / "new folder" / "results.jsonl"
     store = ResultStore(path)
     store.add(Scene("a"), {"ttft_s": 0.1})
@@ -35,18 +35,18 @@ def test_results_are_found_again_by_another_store(tmp_path):
         again[Scene("c")]
 
 
-def test_every_field_and_the_kind_of_a_scenario_are_in_its_key():
+def test_the_key_depends_on_the_class_and_every_field_of_a_scenario():
     scenes = [Scene("a"), Scene("b"), Scene("a", rate=4.5), Scene("a", seed=1), OtherScene("a")]
     assert len({scenario_key(scene) for scene in scenes}) == len(scenes)
     assert scenario_key(Scene("a")) == scenario_key(replace(Scene("b"), name="a"))
 
 
 @pytest.mark.parametrize("torn", ['{"key": "0', '{"key": "0", "result": {}}'])
-def test_a_torn_last_line_is_dropped_and_work_goes_on(tmp_path, torn):
+def test_an_unfinished_last_line_is_cut_off_and_later_results_are_kept(tmp_path, torn):
     path = tmp_path / "results.jsonl"
     ResultStore(path).add(Scene("a"), {"x": 1})
     with path.open("a") as file:
-        file.write(torn)  # no end of line: it may miss anything
+        file.write(torn)  # without an end of line the result may be incomplete
 
     store = ResultStore(path)
     assert len(store) == 1
@@ -56,16 +56,16 @@ def test_a_torn_last_line_is_dropped_and_work_goes_on(tmp_path, torn):
     assert [result["x"] for result in again] == [1, 2]
 
 
-def test_a_bad_line_before_the_last_is_an_error_with_its_number(tmp_path):
+def test_a_bad_line_before_the_last_raises_an_error_with_its_number(tmp_path):
     path = tmp_path / "results.jsonl"
     ResultStore(path).add(Scene("a"), {"x": 1})
     with path.open("a") as file:
         file.write("[]\n")
-    with pytest.raises(ValueError, match="line 2 is no result"):
+    with pytest.raises(ValueError, match="line 2 is not a result"):
         ResultStore(path)
 
 
-def test_a_result_that_is_added_twice_counts_once_as_the_later_one(tmp_path):
+def test_a_second_result_of_a_scenario_replaces_the_first(tmp_path):
     store = ResultStore(tmp_path / "results.jsonl")
     store.add(Scene("a"), {"x": 1})
     store.add(Scene("a"), {"x": 2})

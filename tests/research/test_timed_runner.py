@@ -1,4 +1,4 @@
-"""The watched runner of the scripts."""
+"""The runner that records its steps."""
 
 from itertools import count
 
@@ -7,14 +7,14 @@ import numpy as np
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.serving.engine.plan import Chunk, Plan, StepResult
-from gimbal_jax.serving.engine.rows import Rows
+from gimbal_jax.serving.engine.running_batch import RunningBatch
 from research.timed_runner import TimedRunner
 
 RESULT = StepResult(np.zeros(0, np.int32), np.zeros(0, np.int32), {}, {})
 
 
 class RecordingRunner:
-    """Counts a token per step, and says what it was asked."""
+    """A runner that counts a token per step and records its calls."""
 
     expert_bytes, ahead = 7, 1
     slot_of_expert_LE = np.array([[0, 1]], np.int32)
@@ -22,11 +22,9 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.plans: list = []
 
-    def enqueue(self, plans, lap):
+    def enqueue(self, plans, mark):
         self.plans.append(plans)
-
-    def results(self):
-        return [RESULT]
+        return lambda: [RESULT]
 
     def begin_counts(self):
         counts_LSE = np.array([[[len(self.plans), 0]]])
@@ -40,17 +38,16 @@ class RecordingRunner:
 
 
 def plan(tokens: int) -> Plan:
-    nobody = Rows(EngineConfig()).decode(np.zeros(0, np.intp))
+    nobody = RunningBatch(EngineConfig()).decode(np.zeros(0, np.intp))
     return Plan(nobody, (Chunk(0, np.zeros(tokens, np.int32), 5, np.zeros(1, np.int32), None),), tiles=1)
 
 
 def run(runner: TimedRunner, tokens: int) -> None:
-    runner.enqueue([plan(tokens)], lambda name: None)
-    assert runner.results() == [RESULT]
+    assert runner.enqueue([plan(tokens)], lambda name: None)() == [RESULT]
 
 
-def test_steps_and_the_host_between_them():
-    # Called at the start and the end of each step: steps of 1 s, and 2, 4, ... s between them.
+def test_durations_of_steps_and_of_the_host_between_them():
+    # The clock is read at the start and the end of each step: steps of 1 s, with 2, 4, ... s between them.
     ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
     runner = TimedRunner(RecordingRunner(), lambda: next(ticks))
     for tokens in (1, 2, 3):
@@ -61,7 +58,7 @@ def test_steps_and_the_host_between_them():
     assert runner.take_steps() == []
 
 
-def test_counts_go_on_and_are_kept_with_the_placement_that_served_them():
+def test_counts_are_returned_and_kept_with_their_placement():
     inner, clock = RecordingRunner(), count()
     runner = TimedRunner(inner, lambda: next(clock))
     run(runner, 1)

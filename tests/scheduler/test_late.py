@@ -21,7 +21,7 @@ def pending(name: str, tokens: int, arrival: float = 0.0, cached_S=(0, 0), engin
     return PendingRequest(name, QueueItem(arrival, tokens), tuple(cached_S), engine)
 
 
-def bound(waiting, capacity_S, queue=FCFS, turn=0, now=0.0) -> list[tuple[str, int | None]]:
+def bound(waiting, capacity_S, queue=FCFS, turn=0, now=0.0) -> list[tuple[int | str, int | None]]:
     return [(request.id, decision.engine) for request, decision in bind(waiting, capacity_S, ENGINE, queue, turn, now)]
 
 

@@ -101,18 +101,6 @@ def test_min_gain_decides_whether_to_apply():
     assert refused.reason == "gain 55.00% does not exceed min_gain 56.00%"
 
 
-def test_uncalibrated_equals_gimbal_with_equal_weights():
-    rng = np.random.default_rng(7)
-    counts_LSE, slot_LE = skewed_counts(rng, 4, 2, 64, 20_000), static_placement(4, 64, 4)
-    uncalibrated = propose(
-        counts_LSE, slot_LE, MeshConfig(2, 2), PlacementConfig("gimbal_uncalibrated", alpha=5.0, gamma=0.0)
-    )
-    equal = propose(counts_LSE, slot_LE, MeshConfig(2, 2), PlacementConfig("gimbal", alpha=1.0, beta=1.0, gamma=1.0))
-    assert uncalibrated.slot_of_expert_LE.tolist() == equal.slot_of_expert_LE.tolist()
-    assert (uncalibrated.cost_before, uncalibrated.cost_after) == (equal.cost_before, equal.cost_after)
-    assert equal.experts_moved > 0
-
-
 def test_refined_saves_more_than_greedy_without_more_moves():
     rng = np.random.default_rng(7)
     counts_LSE, slot_LE = skewed_counts(rng, 8, 2, 128, 30_000), static_placement(8, 128, 4)

@@ -26,13 +26,14 @@ from gimbal_jax.config import (
 )
 from gimbal_jax.exceptions import NotServing, QueueFull
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore, TickNews
 from gimbal_jax.serving.core.status import State, Status
 from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 from gimbal_jax.serving.engine.queue import QueueHead
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, TokenLogprobs
-from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementStatus, PlacementTotals
 from gimbal_jax.serving.rpc.model_files import ModelFiles
 from gimbal_jax.serving.rpc.server import serve
 
@@ -56,6 +57,8 @@ CONFIG = ServerConfig(
 )
 LATE = dataclasses.replace(CONFIG, dispatch=DispatchConfig(policy="late"))
 BY_PRIORITY = dataclasses.replace(CONFIG, queue=QueueConfig(policy="priority"))
+LIMIT_S = 120.0
+"""Time limit of an asynchronous test. It ends a test that hangs, also on a busy machine."""
 NO_FILES = ModelFiles(name="fake", folder=Path("/models/fake"), tokenizer=None, archive=b"", sampling_defaults={})
 
 PLACEMENT = PlacementRecord(
@@ -93,13 +96,13 @@ def trace(engine, *, at=None, seen=0, running=0, waiting=0, prefill=0, kv_use=0.
     )
 
 
-class FakeCore(Server):
-    """Each token of an output is the one before plus one, the first follows the prompt's last.
+class FakeCore(EngineCore):
+    """An engine core without engines: each token is the one before plus one, the first follows the prompt's last.
 
     ``step`` emits one token for every request; a thread does so all the time unless ``paused``.
     """
 
-    # Tests set these, which are read-only properties of Server.
+    # Properties of the base class.
     state: State = "serving"
     error = ""
     traces: tuple[Trace, ...] = ()
@@ -107,29 +110,32 @@ class FakeCore(Server):
 
     def __init__(self, *, model=MODEL, config=CONFIG, state: State = "serving", paused=False, max_queue=100) -> None:
         self.model, self.config, self.state = model, config, state
-        self.on_outputs = lambda outputs: None
-        self.on_bound = lambda now, bound: None
-        self.on_pages = lambda news: None
+        self._subscribers = ()
         self.held_S: list[dict[bytes, StoredPage]] = [{} for _ in range(config.mesh.dp)]
         """The pages that the prefix caches hold, by hash."""
         self.flushes = 0
         self.submitted: list[Request] = []
-        self.cancelled: list[str] = []
+        self.cancelled: list[int] = []
         self.rebalances = 0
         self.paused, self.max_queue = paused, max_queue
         self.last_rebalance: float | None = None
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[int, tuple[Request, list[int]]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._emitter = threading.Thread(target=self._emit_all)
+        self._stepping = threading.Thread(target=self._step_often)
 
     def __enter__(self):
-        self._emitter.start()
+        self._stepping.start()
         return self
 
     def __exit__(self, *exc_info):
         self._stopped.set()
-        self._emitter.join()
+        self._stepping.join()
+
+    def notify(self, now=0.0, **news):
+        """Call the subscribers with ``bound``, ``pages`` or ``outputs``."""
+        for listener in self._subscribers:
+            listener(TickNews(now, **news))
 
     def submit(self, request):
         with self._lock:
@@ -153,49 +159,70 @@ class FakeCore(Server):
     def rebalance(self):
         self.rebalances += 1
 
-    def tell(self, *news):
-        """What changed in the prefix caches."""
+    def change_pages(self, *news):
+        """Change the prefix caches, and notify."""
         for one in news:
             for removed in one.removed:
                 del self.held_S[one.engine][removed]
             self.held_S[one.engine].update((page.hash, page) for page in one.stored)
-        self.on_pages(list(news))
+        self.notify(pages=news)
 
     def flush_cache(self):
         self.flushes += 1
-        news = [PageNews(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
+        news = [CacheEvents(engine, (), tuple(held)) for engine, held in enumerate(self.held_S) if held]
         if news:
-            self.tell(*news)
+            self.change_pages(*news)
 
     def status(self):
         counts_LSE = np.arange(2 * 2 * 4, dtype=np.int64).reshape(2, 2, 4)
         return Status(
             state=self.state,
             error="",
-            step=7,
             traces=self.traces,
-            slot_of_expert_LE=np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32),
-            window_counts_LSE=counts_LSE,
-            total_counts_LSE=counts_LSE * 10,
-            tokens_computed_S=(11, 12),
-            prefill_tokens_S=(5, 6),
-            free_pages_S=(30, 31),
-            queue_head_S=(None, QueueHead("a/0", 1.5, 40)),
-            preemptions_S=(1, 0),
-            placements=(PLACEMENT,),
-            placement_totals=PlacementTotals(applied=1, predicted_gain=0.2),
-            experts_moved=3,
-            bytes_moved=4096,
-            last_rebalance=self.last_rebalance,
-            windows_written=5,
-            windows_lost=2,
-            compiles_after_warmup=0,
-            step_seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
-            step_tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
-            prefix_queries_S=(100, 200),
-            prefix_hits_S=(40, 0),
-            cached_pages_S=(9, 3),
-            phases=(PhaseTimes("schedule", 0.0002, 0.0001, 0.0009), PhaseTimes("wait", 0.02, 0.01, 0.05)),
+            engines=(
+                EngineStatus(
+                    tokens_computed=11,
+                    prefill_tokens=5,
+                    preemptions=1,
+                    free_pages=30,
+                    cached_pages=9,
+                    prefix_queries=100,
+                    prefix_hits=40,
+                    queue_head=None,
+                ),
+                EngineStatus(
+                    tokens_computed=12,
+                    prefill_tokens=6,
+                    preemptions=0,
+                    free_pages=31,
+                    cached_pages=3,
+                    prefix_queries=200,
+                    prefix_hits=0,
+                    queue_head=QueueHead("a", 1.5, 40),
+                ),
+            ),
+            steps=StepStatus(
+                count=7,
+                compiles_after_warmup=0,
+                seconds=HistogramRecord((0.01, 0.1), (4, 2, 1), 0.5),
+                tokens=HistogramRecord((8, 64), (5, 2, 0), 23.0),
+                phases=(PhaseTimes("schedule", 0.0002, 0.0001, 0.0009), PhaseTimes("wait", 0.02, 0.01, 0.05)),
+            ),
+            placement=PlacementStatus(
+                slot_of_expert_LE=np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32),
+                window_counts_LSE=counts_LSE,
+                total_counts_LSE=counts_LSE * 10,
+                records=(PLACEMENT,),
+                totals=PlacementTotals(
+                    applied=1,
+                    predicted_gain=0.2,
+                    experts_moved=3,
+                    bytes_moved=4096,
+                    last_rebalance=self.last_rebalance,
+                ),
+                windows_written=5,
+                windows_lost=2,
+            ),
         )
 
     def step(self):
@@ -203,22 +230,22 @@ class FakeCore(Server):
             outputs = [self._next(*item) for item in self._live.values()]
             self._live = {id: item for id, item in self._live.items() if id not in _ended(outputs)}
         if outputs:
-            self.on_outputs(outputs)
+            self.notify(outputs=outputs)
 
     def fail(self, request_id, error):
         with self._lock:
             del self._live[request_id]
-        self.on_outputs([Output(request_id, (), finish_reason="error", error=error)])
+        self.notify(outputs=[TokenDelta(request_id, (), finish_reason="error", error=error)])
 
-    def _next(self, request, tokens) -> Output:
+    def _next(self, request, tokens) -> TokenDelta:
         token = ([*request.prompt, *tokens][-1] + 1) % self.model.vocab_size
         if token in request.sampling.stop_token_ids:
-            return Output(request.id, (), finish_reason="stop", stop_token_id=token)
+            return TokenDelta(request.id, (), finish_reason="stop", stop=token)
         tokens.append(token)
         reason: FinishReason | None = "length" if len(tokens) == request.sampling.max_tokens else None
         top = tuple(range(20)), tuple(-float(rank) for rank in range(20))
         logprobs = (TokenLogprobs(-0.5, *top),) if request.sampling.logprobs is not None else ()
-        output = Output(request.id, (token,), logprobs, reason)
+        output = TokenDelta(request.id, (token,), logprobs, reason)
         if len(tokens) == 1:
             output.started = request.arrival + 0.25
             if request.engine is not None:
@@ -229,7 +256,7 @@ class FakeCore(Server):
                 output.prompt_logprobs = tuple(TokenLogprobs(-float(i), *top) for i in range(1, len(request.prompt)))
         return output
 
-    def _emit_all(self):
+    def _step_often(self):
         while not self._stopped.wait(0.001):
             if not self.paused:
                 self.step()
@@ -263,7 +290,7 @@ def with_server(core_options=None, **options):
         @functools.wraps(test)
         def run():
             async def main():
-                async with asyncio.timeout(20), running_server(core, **options) as (client, *_):
+                async with asyncio.timeout(LIMIT_S), running_server(core, **options) as (client, *_):
                     await test(core, client)
 
             with FakeCore(**(core_options or {})) as core:

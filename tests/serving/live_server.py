@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, MeshConfig, PlacementConfig, ServerConfig
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import Origin
@@ -29,7 +29,7 @@ CONFIG = ServerConfig(
 class Live:
     """A running server and how to reach it."""
 
-    server: Server
+    server: EngineCore
     runner: FakeRunner
     frontend: Frontend
     view: LiveView
@@ -45,8 +45,9 @@ class Live:
 
         async def run():
             sampling = SamplingParams(max_tokens, temperature=0.0)
-            async for _ in self.frontend.generate(request_id, tuple(prompt), sampling, origin=Origin(client)):
-                pass
+            with self.frontend.generate(request_id, tuple(prompt), sampling, origin=Origin(client)) as stream:
+                async for _ in stream:
+                    pass
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop)
 
@@ -58,7 +59,7 @@ def live_server(name="small", model=MODEL, config=CONFIG):
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     runner = FakeRunner(model, config)
-    server = Server(model, config, runner, time.monotonic)
+    server = EngineCore(model, config, runner)
 
     async def make():
         frontend = Frontend(server, time.monotonic, on_ended=lambda record: view.observe(record))
@@ -66,7 +67,7 @@ def live_server(name="small", model=MODEL, config=CONFIG):
         return frontend, view
 
     try:
-        frontend, view = asyncio.run_coroutine_threadsafe(make(), loop).result(10)
+        frontend, view = asyncio.run_coroutine_threadsafe(make(), loop).result(60)
         server.start()
         with serve_operators(frontend, view, RequestHistograms(config), "127.0.0.1", 0, lambda: True) as port:
             yield Live(server, runner, frontend, view, port, loop)

@@ -14,7 +14,7 @@ from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.monitoring.metrics import metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import CONFIG, open_server
+from tests.serving.core.ticked_core import CONFIG, open_core
 
 BUSY = dataclasses.replace(CONFIG, placement=PlacementConfig("gimbal_refined", gamma=0.01, window_steps=6))
 
@@ -58,11 +58,11 @@ class Scraped:
 
     async def request(self, name: str, prompt: tuple[int, ...], max_tokens=4, leave_after=99, engine=None) -> None:
         """Uses one request up, or leaves after that many messages."""
-        outputs = self.frontend.generate(name, prompt, SamplingParams(max_tokens, temperature=0.0), engine=engine)
-        async with contextlib.aclosing(outputs):
+        sampling = SamplingParams(max_tokens, temperature=0.0)
+        with self.frontend.generate(name, prompt, sampling, engine=engine) as stream:
             messages = 0
-            async for output in outputs:
-                self.tokens.extend(output.token_ids)
+            async for delta in stream:
+                self.tokens.extend(delta.token_ids)
                 messages += 1
                 if messages == leave_after:
                     return
@@ -89,7 +89,7 @@ class Scraped:
 def scraped(config=BUSY):
     """For use on an event loop."""
     clock = Clock()
-    with open_server(config) as (server, runner, _):
+    with open_core(config) as (server, runner, _):
         yield Scraped(server, runner, clock)
 
 
@@ -98,7 +98,7 @@ def busy_scrapes() -> tuple[Scraped, dict[tuple[str, ...], float]]:
     """A server after thirty requests and a rebalance, and its last scrape. It is stopped: for reading only."""
 
     async def main():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             with scraped() as server:
                 for turn in range(6):
                     # The experts of these prompts lie on the ranks of the other engine, until they move.

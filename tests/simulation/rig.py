@@ -1,4 +1,4 @@
-"""A small testbed with prices simple enough to reckon with."""
+"""A small testbed with prices that are simple enough to compute by hand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ ROUTER = synthetic_router(RoutingConfig(topics=3), LAYERS, EXPERTS, K, seed=0)
 
 @dataclass
 class FlatCosts:
-    """10 ms a step, and 0.1 ms for each pair on the fullest rank."""
+    """Costs of 10 ms a step, and 0.1 ms for each pair on the fullest rank."""
 
     step_s: float = 0.010
     pair_s: float = 0.0001

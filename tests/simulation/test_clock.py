@@ -1,4 +1,4 @@
-"""Virtual time: what is due happens in its order and at its time, also in the middle of a cost."""
+"""Virtual time: actions run in order at their time, also in the middle of a cost."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from gimbal_jax.simulation.clock import VirtualClock, VirtualExecutor
 
 
 @given(st.lists(st.floats(0, 10)), st.lists(st.floats(0, 3)))
-def test_everything_happens_once_at_its_time_and_in_order(times, advances):
+def test_actions_run_once_at_their_time_and_in_order(times, advances):
     clock, happened = VirtualClock(), []
 
     def note(time: float, number: int) -> None:
@@ -28,14 +28,14 @@ def test_everything_happens_once_at_its_time_and_in_order(times, advances):
     assert clock.next_due == min((time for time in times if time > clock.now), default=float("inf"))
 
 
-def test_what_an_action_asks_for_on_the_way_happens_on_the_way():
+def test_an_action_scheduled_by_an_action_runs_in_the_same_advance():
     clock, happened = VirtualClock(), []
     clock.at(1.0, lambda: clock.at(2.0, lambda: happened.append(clock.now)))
     clock.advance(3.0)
     assert happened == [2.0] and clock.now == 3.0
 
 
-def test_what_is_asked_for_too_late_happens_next():
+def test_an_action_scheduled_in_the_past_runs_next():
     clock, happened = VirtualClock(), []
     clock.advance(5.0)
     clock.at(1.0, lambda: happened.append(clock.now))
@@ -43,7 +43,7 @@ def test_what_is_asked_for_too_late_happens_next():
     assert happened == [5.0]
 
 
-def test_a_decision_takes_its_time_beside_the_engines():
+def test_a_decision_takes_its_time_while_the_engines_run():
     clock = VirtualClock()
     future = VirtualExecutor(clock, 2.0, blocking=False).submit(lambda a: a + 1, 1)
     clock.advance(1.9)
@@ -52,7 +52,7 @@ def test_a_decision_takes_its_time_beside_the_engines():
     assert future.result(timeout=0) == 2
 
 
-def test_a_blocking_decision_stops_the_clock_s_owner():
+def test_a_blocking_decision_advances_the_clock():
     clock = VirtualClock()
     future = VirtualExecutor(clock, 2.0, blocking=True).submit(lambda: "done")
     assert clock.now == 2.0 and future.result(timeout=0) == "done"

@@ -1,4 +1,4 @@
-"""Expert products: fitted to balanced loads, they foretell uneven ones."""
+"""Expert products: a fit to balanced loads predicts uneven ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNEL = fit_expert_kernel()
 LOADS = st.lists(st.integers(0, 3000), min_size=32, max_size=32)
 
 
-def test_measured_layers_are_foretold():
+def test_measured_layers_are_predicted():
     errors = {kind: np.abs(e) for kind, e in expert_errors(KERNEL, np.random.default_rng(0)).items()}
     median = {kind: float(np.median(e)) for kind, e in errors.items()}
     assert sum(len(e) for e in errors.values()) == 324
@@ -38,7 +38,7 @@ def test_more_tokens_on_the_rank_never_cost_less(load, tokens, more):
     assert greater >= fewer
 
 
-def test_one_expert_with_all_pairs_beats_many_with_few_while_weights_rule():
+def test_one_expert_with_all_pairs_is_faster_than_many_if_reading_weights_dominates():
     even, one = np.full(32, 4), np.zeros(32, np.int64)
     one[0] = 128
     spread, packed = KERNEL.seconds(np.stack([even, one]), np.full(2, 64))
@@ -50,13 +50,13 @@ def test_a_rank_without_pairs_computes_nothing():
     assert KERNEL.products(np.array([0, 1])).tolist() == [0.0, 0.0]
 
 
-def test_the_table_of_whole_pairs_is_the_curve_and_goes_on_beyond_it():
+def test_the_table_of_whole_pairs_equals_the_curve_and_continues_it():
     pairs = np.array([1, 2, 700, 1024, TABLED_PAIRS, 2 * TABLED_PAIRS])
     np.testing.assert_allclose(KERNEL.products(pairs), KERNEL.product.at(pairs))
 
 
 @pytest.mark.parametrize(("pairs", "tokens", "count"), [(1024, 16384, 0), (1025, 16384, 1), (1024, 16385, 1)])
-def test_beyond_what_was_measured_is_counted(pairs, tokens, count):
+def test_prices_beyond_the_measurements_are_counted(pairs, tokens, count):
     load_P = np.full(32, 3)
     load_P[5] = pairs
     assert KERNEL.outside(load_P[None], np.array([tokens])) == count

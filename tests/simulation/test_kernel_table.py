@@ -1,4 +1,4 @@
-"""Kernel times: exact where measured, between their neighbours elsewhere, and counted beyond."""
+"""Kernel times: exact at measured points, interpolated between them, and counted beyond them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRODUCT = curve("gemm_bf16", "vllm-0.24.0", "m", n=2560)
 
 
 @pytest.mark.parametrize("n", [128, 2048, 2560, 65536])
-def test_a_curve_is_exact_where_measured(n):
+def test_a_curve_is_exact_at_measured_points(n):
     rows = [k for k in measured_kernels() if k.op == "gemm_bf16" and k.params["n"] == str(n)]
     times = curve("gemm_bf16", "vllm-0.24.0", "m", n=n)
     np.testing.assert_allclose(times.at(np.array([float(k.params["m"]) for k in rows])), [k.seconds for k in rows])
@@ -26,7 +26,7 @@ def test_a_curve_is_exact_where_measured(n):
 
 
 @pytest.mark.parametrize("table", [DECODE, PREFILL])
-def test_a_grid_is_exact_where_measured_and_says_so(table):
+def test_a_grid_is_exact_at_measured_points_and_counts_none_as_outside(table):
     op, stack, batch, length = table
     rows = [k for k in measured_kernels() if (k.op, k.stack) == (op, stack)]
     at = np.array([[float(k.params[batch]), float(k.params[length])] for k in rows]).T
@@ -35,7 +35,7 @@ def test_a_grid_is_exact_where_measured_and_says_so(table):
     assert not outside.any()
 
 
-def test_a_point_measured_twice_counts_with_its_mean():
+def test_a_point_measured_twice_has_the_mean_time():
     rows = [
         k for k in measured_kernels() if k.op == "nccl_alltoall" and k.params == {"gpus": "4", "elements_fp16": "256"}
     ]
@@ -45,7 +45,7 @@ def test_a_point_measured_twice_counts_with_its_mean():
 
 
 @given(st.floats(1, 32768))
-def test_between_two_points_time_is_between_theirs(m):
+def test_time_between_two_points_is_between_their_times(m):
     i = int(np.clip(np.searchsorted(PRODUCT.size, m, side="right") - 1, 0, len(PRODUCT.size) - 2))
     ends = PRODUCT.seconds[i : i + 2]
     assert ends.min() * (1 - 1e-12) <= PRODUCT.at(np.array(m)) <= ends.max() * (1 + 1e-12)
@@ -53,12 +53,12 @@ def test_between_two_points_time_is_between_theirs(m):
 
 @given(st.integers(1, 2048), st.integers(1, 131072), st.integers(1, 131072))
 def test_longer_contexts_never_cost_much_less(batch, length, more):
-    """Neighbouring points are noisy by up to 7 % below the knee, so no more can be asked."""
+    """Neighbouring points are noisy by up to 7 % below the knee, so the bound is no tighter."""
     (short, long), _ = grid(*DECODE).look_up(np.full(2, batch), np.array([length, length + more]))
     assert long > 0.93 * short
 
 
-def test_beyond_the_ends_the_last_line_goes_on_and_is_counted():
+def test_the_last_line_continues_beyond_the_ends_and_is_counted():
     times = Curve(np.array([2.0, 4.0, 8.0]), np.array([3.0, 4.0, 8.0]))
     prices = Prices({"kernel": times})
     sizes = np.array([0.0, 1.0, 2.0, 8.0, 10.0, 20.0])
@@ -78,7 +78,7 @@ def test_lengths_that_a_batch_was_not_measured_at_are_counted():
     assert seconds[4] > seconds[3]
 
 
-def test_leaving_out_a_point_of_a_line_predicts_it_and_of_a_bend_does_not():
+def test_a_left_out_point_is_predicted_on_a_line_but_not_at_a_bend():
     assert Curve(np.array([1.0, 2.0, 5.0]), np.array([3.0, 5.0, 11.0])).leave_one_out() == pytest.approx([0.0])
     assert Curve(np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 3.0])).leave_one_out() == pytest.approx([1.0])
 
@@ -95,6 +95,6 @@ def test_every_table_is_finite_and_positive():
         assert np.isfinite(times.seconds).all() and (times.seconds > 0).all(), name
 
 
-def test_what_was_not_measured_is_refused():
+def test_an_unmeasured_kernel_is_rejected():
     with pytest.raises(ValueError, match="no kernel gemm_bf16"):
         curve("gemm_bf16", "vllm-0.24.0", "m", n=77)

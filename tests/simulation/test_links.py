@@ -19,7 +19,7 @@ def links(ranks=4, tp=2, nodes=1) -> Links:
 
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.sampled_from([(4, 2, 1), (4, 2, 2), (8, 2, 2), (8, 1, 4), (8, 2, 1)]))
-def test_the_busiest_rank_is_that_of_a_naive_count(seed, shape):
+def test_the_busiest_rank_agrees_with_a_naive_count(seed, shape):
     ranks, tp, nodes = shape
     copies_SR = np.random.default_rng(seed).integers(0, 50, (ranks // tp, ranks)).astype(float)
     sent, got = np.zeros((2, ranks)), np.zeros((2, ranks))
@@ -34,7 +34,7 @@ def test_the_busiest_rank_is_that_of_a_naive_count(seed, shape):
     assert [near_L[0], far_L[0]] == pytest.approx(np.maximum(sent, got).max(axis=1).tolist())
 
 
-def test_sparse_gets_cheaper_as_tokens_stay_at_home_and_gather_cannot():
+def test_sparse_gets_cheaper_with_locality_and_gather_does_not():
     home, away = np.zeros((1, 2, 4)), np.zeros((1, 2, 4))
     home[0, 0, :2] = home[0, 1, 2:] = away[0, 0, 2:] = away[0, 1, :2] = 4000
     net = links()
@@ -50,7 +50,7 @@ def test_all_gather_of_a_measured_buffer_takes_the_measured_time():
     assert seconds == pytest.approx(45.3e-6, rel=0.01)
 
 
-def test_what_crosses_nodes_takes_a_network_card_s_time():
+def test_bytes_across_nodes_take_a_network_card_s_time():
     net, one = links(ranks=8, nodes=2), links(ranks=8)
     rows = np.full((1, 4, 8), 500.0)  # of each source's: half cross, over two cards, there and back
     sparse = net.sparse_seconds_L(rows, HIDDEN_BYTES, CHOICES, EXPERTS)[0]
@@ -63,7 +63,7 @@ def test_what_crosses_nodes_takes_a_network_card_s_time():
 
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.sampled_from([(4, 2, 2), (8, 2, 2), (8, 1, 4), (8, 2, 1), (16, 4, 2)]))
-def test_far_bytes_are_those_of_a_naive_count(seed, shape):
+def test_far_bytes_agree_with_a_naive_count(seed, shape):
     ranks, tp, nodes = shape
     copies_LSR = np.random.default_rng(seed).integers(0, 50, (3, ranks // tp, ranks)).astype(float)
     rows = sum(
@@ -77,7 +77,7 @@ def test_far_bytes_are_those_of_a_naive_count(seed, shape):
     assert found == rows * (2 * HIDDEN_BYTES + 2 * 4 * CHOICES), "there with places and weights, and back"
 
 
-def test_by_gather_each_node_gets_once_what_others_hold():
+def test_gather_sends_each_token_to_every_other_node_once():
     one, two, four = (links(ranks=8, nodes=nodes) for nodes in (1, 2, 4))
     found = [net.gather_far_bytes(100, HIDDEN_BYTES, CHOICES, EXPERTS) for net in (one, two, four)]
     assert found == [0.0, found[1], 3 * found[1]]

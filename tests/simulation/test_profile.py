@@ -1,4 +1,4 @@
-"""Offline placements: what a profile knows, and what it is good for."""
+"""Offline placements: the counts of a profile, and placements made from them."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def offline(policy, requests, router=ROUTER, earlier=None):
 
 
 def local_transitions(slot_LE, tokens_J):
-    """Share of a token's pairs of experts in consecutive layers that are on one rank."""
+    """Return the share of a token's pairs of experts in consecutive layers that are on one rank."""
     rank_LE = rank_of_expert(slot_LE, MESH.ranks)
     pairs_LEE = transitions_LEE(ROUTER, tokens_J)
     same_LEE = rank_LE[:-1, :, None] == rank_LE[1:, None, :]
@@ -34,7 +34,7 @@ def test_tokens_are_counted_on_their_topic_at_their_source():
     assert tokens_NJ(ROUTER, requests, source=1).tolist() == [[0, 0, 0, 0, 10, 3], [0, 0, 7, 0, 0, 0]]
 
 
-def test_transitions_are_those_of_the_bank_token_by_token():
+def test_transitions_agree_with_a_count_token_by_token():
     tokens_J = np.array([0, 2.0, 0, 0, 0.5, 0]) * BANK_TOKENS
     expected = np.zeros((LAYERS - 1, EXPERTS, EXPERTS))
     for profile, weight in ((1, 2.0), (4, 0.5)):
@@ -45,7 +45,7 @@ def test_transitions_are_those_of_the_bank_token_by_token():
     np.testing.assert_allclose(transitions_LEE(ROUTER, tokens_J), expected)
 
 
-def test_moetuner_evens_the_load_and_keeps_transitions_on_their_rank():
+def test_moetuner_balances_the_load_and_keeps_transitions_on_their_rank():
     requests, earlier = arrivals(400), arrivals(400, seed=9)
     slot_LE, same = offline("moetuner", requests, earlier=earlier)
     assert same == tuple(requests)
@@ -87,7 +87,7 @@ def test_sem_moe_does_not_sort_requests_by_length():
     assert max(median_S) < 1.5 * min(median_S)
 
 
-def test_sem_moe_where_topics_belong_to_sources():
+def test_sem_moe_with_topics_that_belong_to_sources():
     requests = [Arrival(n / 10, 30, 5, topic=None) for n in range(100)]
     slot_LE, pinned = offline("sem_moe", requests, router=STICKY)
     assert sorted({a.engine for a in pinned}) == [0, 1]

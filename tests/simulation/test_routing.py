@@ -17,7 +17,7 @@ SMALL = synthetic_router(RoutingConfig(topics=3), 2, 16, 2, seed=0)
 
 
 def load_JLE(router) -> np.ndarray:
-    """Expert tokens of each profile's whole bank."""
+    """Return the expert tokens of each profile's whole bank."""
     return router.blocks_JXLE.sum(axis=1)
 
 
@@ -25,7 +25,7 @@ def test_every_token_of_a_bank_chooses_k_experts():
     assert (np.diff(np.sort(QWEN.chosen_JNLk, axis=3), axis=3) > 0).all()
 
 
-def test_one_domain_loads_ranks_as_was_measured():
+def test_one_domain_loads_ranks_as_measured():
     router = synthetic_router(RoutingConfig(topics=1), 48, EXPERTS, K, seed=1)
     counts_LSE = load_JLE(router).sum(axis=0)[:, None].astype(np.int64)
     imbalance_of_L = imbalance_L(counts_LSE, static_placement(48, EXPERTS, 4), 4)
@@ -33,14 +33,14 @@ def test_one_domain_loads_ranks_as_was_measured():
     assert 1.5 < imbalance_of_L.max() < 2.0
 
 
-def test_diverse_text_covers_its_load_with_as_many_experts_as_was_measured():
+def test_diverse_text_covers_its_load_with_as_many_experts_as_measured():
     share_LE = np.sort(load_JLE(QWEN).sum(axis=0), axis=1)[:, ::-1]
     share_LE = share_LE / share_LE.sum(axis=1, keepdims=True)
     covering = ((np.cumsum(share_LE, axis=1) < 0.9).sum(axis=1) + 1).mean()
     assert 60 < covering < 80  # measured: 65
 
 
-def test_prompts_and_outputs_of_a_topic_route_alike_but_not_the_same():
+def test_prompts_and_outputs_of_a_topic_route_similarly_but_not_equally():
     loads_JX = load_JLE(QWEN).reshape(8, -1)
     correlation = [np.corrcoef(loads_JX[2 * j], loads_JX[2 * j + 1])[0, 1] for j in range(4)]
     assert min(correlation) > 0.83 and max(correlation) < 0.98  # measured, pooled: 0.83 to 0.98
@@ -52,7 +52,7 @@ def test_topics_alone_are_nearly_uncorrelated():
     assert abs(np.corrcoef(load_JX[0], load_JX[2])[0, 1]) < 0.1
 
 
-def test_balanced_routing_prefers_nobody():
+def test_balanced_routing_prefers_no_expert():
     load_LE = load_JLE(synthetic_router(BALANCED, LAYERS, EXPERTS, K, seed=0)).sum(axis=0)
     assert load_LE.min() > 0.5 * load_LE.mean() and load_LE.max() < 1.5 * load_LE.mean()
 
@@ -74,7 +74,7 @@ def test_blocks_count_all_their_tokens(blocks, profile, seed):
     assert (counts_LE.sum(axis=1) == K_SMALL * blocks * BLOCK_TOKENS).all()
 
 
-def test_a_run_of_blocks_may_start_anywhere_and_goes_round():
+def test_a_run_of_blocks_starts_anywhere_and_wraps_around():
     blocks_XLE, rng = SMALL.blocks_JXLE[3], np.random.default_rng(0)
     available = len(blocks_XLE)
     runs = [sum(blocks_XLE[(first + i) % available] for i in range(available - 1)) for first in range(available)]
@@ -109,7 +109,7 @@ def test_a_source_s_own_topic_depends_on_source_and_time():
 
 
 @pytest.mark.parametrize(("persistence", "trend"), [(0.0, 0.0), (0.7, 0.0), (0.3, 0.8)])
-def test_topics_are_drawn_as_the_configuration_says(persistence, trend):
+def test_topics_are_drawn_as_configured(persistence, trend):
     router = synthetic_router(RoutingConfig(topics=8, persistence=persistence, trend=trend), 1, 8, 2, seed=0)
     drawn = router.draw_topics([30.0] * 4000, np.random.default_rng(0))
     own = sum(topic is None for topic in drawn) / 4000
@@ -120,7 +120,7 @@ def test_topics_are_drawn_as_the_configuration_says(persistence, trend):
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
-def test_a_recorded_router_repeats_what_was_counted(seed):
+def test_a_recorded_router_repeats_the_recorded_counts(seed):
     rng = np.random.default_rng(seed)
     tokens, k = 200, 2
     counts_WLSE = np.stack([[rng.multinomial(tokens * k, rng.dirichlet(np.ones(12)), size=2)] * 3 for _ in range(2)])

@@ -1,4 +1,4 @@
-"""The simulated devices: they route, count and move as the real ones do, and charge for it."""
+"""Simulated devices: they route, count and move as the real ones do, and advance the clock by the costs."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from gimbal_jax.config import MeshConfig, ServerConfig
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
-from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, SamplingRows
+from gimbal_jax.serving.engine.plan import Chunk, DecodeRows, Plan, pack_sampling
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.simulation.clock import VirtualClock
 from gimbal_jax.simulation.runner import SimulatedRunner
@@ -31,13 +31,12 @@ def chunk(topic, tokens, choose=True):
 
 
 def decode(*rows):
-    """(topic, position) of each row."""
+    """Return (topic, position) of each row."""
     tokens = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic, _ in rows]
-    zeros = np.zeros(len(rows), np.int32)
     starts = np.array([start for _, start in rows], np.int32)
-    sampling = SamplingRows(*[zeros] * 6)
+    sampling_DX = np.tile(pack_sampling(GREEDY), (len(rows), 1))
     return DecodeRows(
-        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling
+        np.arange(len(rows), dtype=np.int32), np.array(tokens, np.int32), starts, np.zeros((len(rows), 50)), sampling_DX
     )
 
 
@@ -48,8 +47,7 @@ PLANS = [
 
 
 def step(simulated):
-    simulated.enqueue(PLANS, lambda name: None)
-    return simulated.results()
+    return simulated.enqueue(PLANS, lambda name: None)()
 
 
 def test_the_cost_model_sees_the_work():
@@ -66,22 +64,22 @@ def test_the_cost_model_sees_the_work():
     assert clock.now == sum(costs.step_parts(work).values()) == pytest.approx(sum(simulated.seconds.values()))
 
 
-def test_an_output_token_follows_where_one_is_to_be_chosen():
+def test_a_step_returns_a_token_for_each_row_that_chooses_one():
     first, second = step(runner()[0])
     wanted = [ROUTER.output_token(ROUTER.prompt_token(topic)) for topic in (0, 2, 1)]
     assert [*first.token_D, first.token_C[0]] == wanted
     assert (second.token_D.tolist(), second.token_C.tolist()) == ([wanted[2]], [])
 
 
-def test_time_passes_while_one_waits_for_a_step():
+def test_time_passes_while_waiting_for_a_step():
     simulated, clock = runner()
-    simulated.enqueue(PLANS, lambda name: None)
+    pending = simulated.enqueue(PLANS, lambda name: None)
     assert clock.now == 0.0
-    simulated.results()
+    pending()
     assert clock.now == sum(simulated.seconds.values()) > 0
 
 
-def test_counts_are_by_expert_whatever_the_placement_and_taken_once():
+def test_counts_are_by_expert_for_any_placement_and_taken_once():
     simulated, _ = runner()
     step(simulated)
     counts_LSE = simulated.begin_counts()()
@@ -112,13 +110,12 @@ def test_rank_loads_follow_the_placement():
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_pairs_are_own_near_or_far(nodes):
-    """A naive recount over sources and slots, after experts moved; far bytes are what the costs say."""
+    """A naive recount over sources and slots, after experts moved. Far bytes agree with the costs."""
     mesh = MeshConfig(4, 2, nodes)
     costs = FlatCosts()
     slots_LE = np.stack([np.random.default_rng(layer).permutation(EXPERTS) for layer in range(LAYERS)])
     simulated, _ = runner(costs, mesh, slots_LE)
-    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)
-    simulated.results()
+    simulated.enqueue([*PLANS, Plan(decode()), Plan(decode((2, 5), (0, 1)))], lambda name: None)()
     counts_LSE = simulated.begin_counts()()
     found = {"own": 0, "near": 0, "far": 0}
     for (layer, source, expert), pairs in np.ndenumerate(counts_LSE):
@@ -143,7 +140,7 @@ def test_a_round_is_charged(overlapped, seconds):
     assert clock.now == simulated.seconds["migration"] == seconds
 
 
-def test_on_time_is_told_of_steps_and_rounds_when_their_time_has_passed():
+def test_on_time_is_called_for_steps_and_rounds_after_their_time():
     told: list[tuple[float, float]] = []
     clocks: list[VirtualClock] = []
     simulated, clock = runner(on_time=lambda seconds: told.append((seconds, clocks[0].now)))

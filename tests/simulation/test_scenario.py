@@ -1,4 +1,4 @@
-"""Scenarios: one record in, one record out, and rates as shares of what is sustained."""
+"""Scenarios: one record in, one record out, and rates as shares of the sustained rate."""
 
 import json
 from dataclasses import replace
@@ -47,14 +47,14 @@ def test_the_same_scenario_gives_the_same_record():
     assert run_scenario(replace(SMALL, seed=1)) != run_scenario(SMALL)
 
 
-def test_what_was_not_measured_is_none():
-    """A run that is over before the first period of prompt throughput is."""
+def test_unmeasured_values_are_none():
+    """The run ends before the first period of prompt throughput."""
     record = run_scenario(replace(SMALL, workload=WorkloadConfig("azure-code", requests=1)))
     assert record["seconds"] < 10 and record["prompt_gap_tokens_per_s"] is None
     json.dumps(record, allow_nan=False)
 
 
-def test_the_system_s_policies_are_those_that_run():
+def test_a_run_uses_the_system_s_policies():
     for name in ("vllm", "gimbal+", "sem_moe", "moetuner"):
         run = simulate_scenario(replace(SMALL, system=name))
         assert len(run.requests) == 40 and not run.clients.failed
@@ -63,7 +63,7 @@ def test_the_system_s_policies_are_those_that_run():
     assert run.experts_moved == 0
 
 
-def test_rates_are_shares_of_what_vllm_sustains():
+def test_rates_are_shares_of_the_rate_that_vllm_sustains():
     scenario = replace(SMALL, system="late_static", share_of_capacity=0.5, max_rows=8, token_budget=512)
     sustained = capacity(replace(scenario, system="vllm"))
     assert with_rate(scenario).workload.rate == pytest.approx(0.5 * sustained)
@@ -94,7 +94,7 @@ def test_above_the_sustained_rate_requests_pile_up_and_below_they_do_not():
 
 
 def test_sustained_rate_of_a_steady_run():
-    """Two rows, a request of 1 s on each after the other: two a second, whatever tokens they have."""
+    """Two rows, each with one request of 1 s after another, sustain two requests a second for any lengths."""
     steady = [Measurement(0.0, 99, 101, ttft_s=0.0 + n // 2, e2e_s=1.0 + n // 2) for n in range(400)]
     assert sustained_rate(steady) == pytest.approx(2.0, rel=0.01)
     # Half of the work of the long ones is a long one's.
@@ -102,7 +102,7 @@ def test_sustained_rate_of_a_steady_run():
     assert sustained_rate(mixed) == pytest.approx(2.0, rel=0.02)
 
 
-def test_the_kv_cache_is_what_the_planner_says_fits():
+def test_the_kv_cache_has_the_planner_s_size():
     plan = plan_mesh(PlanRequest(MODEL, gpu_kinds()["H100"], 4), PAPER_MESH)
     assert isinstance(plan, MeshPlan) and plan.kv_tokens == KV_TOKENS
     assert make_testbed(Scenario()).engine.num_pages * GPU_ENGINE.page_size == KV_TOKENS
@@ -147,6 +147,6 @@ def test_routing_follows_a_counts_file(tmp_path):
         ({"seed": -1}, "seed must be at least 0, not -1"),
     ],
 )
-def test_what_makes_no_scenario_is_refused(change, message):
+def test_an_invalid_scenario_is_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)

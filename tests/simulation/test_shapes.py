@@ -1,4 +1,4 @@
-"""Prices of shapes that were not measured: as the rules say, in order, and counted."""
+"""Prices of shapes that were not measured: they follow the rules, keep their order, and are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESH = MeshConfig(dp=4, tp=4, nodes=2)
 
 
 def step(model: ModelConfig, rows: int, *chunks: tuple[int, int], mesh: MeshConfig = MESH) -> StepWork:
-    """The same on every engine; all experts as likely."""
+    """Return a step of equal work on every engine, with all experts equally likely."""
     engine = EngineWork(np.full(rows, 1025), chunks, rows + len(chunks))
     pairs = engine.tokens * model.experts_per_token
     shape = model.num_layers, mesh.dp
@@ -57,7 +57,7 @@ def test_shares_are_columns_times_depth_heads_and_weights():
     assert shares(replace(LARGE, num_kv_heads=2), 4).kv_heads == 0.5, "each rank holds a whole head"
 
 
-def test_kernels_take_their_share_of_the_measured_time():
+def test_kernels_take_a_share_of_the_measured_time():
     measured, derived = (h100_kernels(shares(model, 4), 4) for model in (SMALL, LARGE))
     ratios = {"router": (2, 2), "head": (2, 2), "qkv_and_output": (3.6, 4.0)}
     for name, times in measured.items():
@@ -99,8 +99,8 @@ def test_more_work_takes_longer_and_no_step_is_faster_than_the_data_sheet():
 
 
 @pytest.mark.parametrize("mesh", [MESH, MeshConfig(16, 4, nodes=8), MeshConfig(4, 4)])
-def test_bytes_across_nodes_are_those_that_a_plan_expects(mesh):
-    """The plan counts different experts of a token, the simulator expects choices on their own; and counts travel."""
+def test_bytes_across_nodes_agree_with_the_plan(mesh):
+    """The plan counts different experts of a token, and the simulator expects independent choices and sends counts."""
     work = step(LARGE, 0, (0, 2000), mesh=mesh)
     tokens = 2000 * mesh.dp * LARGE.num_layers
     tolerances: dict[Exchange, float] = {"sparse": 0.03, "gather": 0.01}
@@ -121,7 +121,7 @@ def test_a_larger_model_of_as_many_layers_takes_longer_in_every_part_but_attenti
         assert large_parts["host"] == small_parts["host"]
 
 
-def test_attention_goes_by_kv_heads_in_decode_and_by_query_heads_in_prefill():
+def test_attention_scales_with_kv_heads_in_decode_and_query_heads_in_prefill():
     def attention(model: ModelConfig, tp: int, rows: int, *chunks: tuple[int, int]) -> float:
         mesh = MeshConfig(2, tp)
         return parts(model, step(model, rows, *chunks, mesh=mesh), mesh)["attention"] / model.num_layers
@@ -145,7 +145,7 @@ def test_every_price_of_a_rule_is_counted():
     assert not of_measured.outside.keys() & (DERIVED | {"experts"})
 
 
-def test_moves_go_by_bytes_and_decisions_by_layers_and_ranks():
+def test_moves_scale_with_bytes_and_decisions_with_layers_and_ranks():
     rank = LARGE.num_experts // MESH.ranks
     swap = Round(np.array([0, rank], np.int32), np.array([rank, 0], np.int32), np.arange(128, dtype=np.int32))
     small, large = (h100_costs("graph", model, MESH, "sparse") for model in (SMALL, LARGE))
@@ -167,6 +167,6 @@ def test_moves_go_by_bytes_and_decisions_by_layers_and_ranks():
         (SMALL, MeshConfig(4, 2, nodes=3), "nodes 3: must split 4 engines of 2 GPUs evenly"),
     ],
 )
-def test_what_no_rule_carries_over_is_refused(model, mesh, message):
+def test_a_shape_without_a_rule_is_rejected(model, mesh, message):
     with pytest.raises(ValueError, match=message):
         check_shapes(model, mesh)

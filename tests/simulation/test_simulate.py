@@ -1,4 +1,4 @@
-"""Whole runs: accounts that must balance, the same run by the same seed, and the real policies at work."""
+"""Whole runs: conserved totals, equal runs for equal seeds, and the effects of the real policies."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_work_is_conserved(name):
 
 
 @pytest.mark.parametrize(("nodes", "name"), [(1, "static"), (2, "static"), (2, "gimbal"), (2, "late")])
-def test_what_leaves_a_node_is_what_the_counts_say(nodes, name):
+def test_pairs_that_leave_a_node_agree_with_the_counts(nodes, name):
     testbed = replace(TESTBED, mesh=replace(TESTBED.mesh, nodes=nodes))
     costs = FlatCosts()
     done = run(name, costs=costs, testbed=testbed)
@@ -78,8 +78,8 @@ def test_the_same_seed_gives_the_same_run(name):
     assert (first.counts_LSE != other.counts_LSE).any()
 
 
-def test_times_are_what_steps_cost():
-    """One request alone: its prompt takes two steps, then a token a step."""
+def test_times_are_sums_of_step_costs():
+    """A single request: its prompt takes two steps, and each token after it one step."""
     costs = FlatCosts(pair_s=0.0)
     (measured,) = run(requests=[Arrival(1.0, 100, 5)], costs=costs).requests  # 100 tokens in steps of 64
     assert measured.ttft_s == pytest.approx(2 * costs.step_s)
@@ -109,7 +109,7 @@ def test_requests_that_arrive_during_a_step_are_dispatched_then():
     assert second.ttft_s == pytest.approx(2 * costs.step_s - 0.001)
 
 
-def test_placement_follows_the_traffic_and_costs_what_it_costs():
+def test_placement_follows_the_traffic_and_takes_migration_time():
     costs = FlatCosts()
     moved = run(costs=costs, requests=arrivals(300))
     assert moved.experts_moved > 0 and moved.parts["migration"] > 0
@@ -125,13 +125,13 @@ def test_a_first_window_may_be_shorter():
     assert 30 <= steps[0] <= 33 and 80 <= steps[1] <= 86
 
 
-def test_pinned_requests_go_where_they_must():
+def test_pinned_requests_go_to_their_engine():
     pinned = [replace(arrival, engine=1) for arrival in arrivals(40)]
     done = run(requests=pinned)
     assert done.counts_LSE[:, 0].sum() == 0
 
 
-def test_what_an_engine_has_no_queue_for_fails_and_the_rest_goes_on():
+def test_requests_beyond_a_full_queue_fail_and_the_others_continue():
     full = replace(TESTBED, engine=replace(ENGINE, max_queue=5))
     requests = [replace(arrival, time_s=0.0) for arrival in arrivals(40)]
     done = run(requests=requests, testbed=full)
@@ -140,7 +140,7 @@ def test_what_an_engine_has_no_queue_for_fails_and_the_rest_goes_on():
     assert all("max_queue" in m.error and math.isnan(m.ttft_s) for m in refused)
 
 
-def test_a_request_that_no_engine_could_hold_is_refused_before_the_run():
+def test_a_request_too_long_for_every_engine_is_rejected_before_the_run():
     with pytest.raises(ValueError, match=r"input_tokens \+ output_tokens must be at most 400 .* not 390 \+ 11"):
         run(requests=[Arrival(0.0, 390, 11)])
 

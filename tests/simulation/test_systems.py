@@ -1,4 +1,4 @@
-"""The systems differ in what they are said to differ in, and keep their schedules."""
+"""Systems: documented differences, and schedules of decisions."""
 
 from dataclasses import asdict, replace
 
@@ -16,12 +16,12 @@ COMPARED = {
 
 
 def differing(one: str, other: str) -> set[str]:
-    """Parts in which two systems differ, besides their names."""
+    """Return the parts in which two systems differ, apart from their names."""
     a, b = asdict(SYSTEMS[one]), asdict(SYSTEMS[other])
     return {part for part in a if a[part] != b[part]} - {"name", "summary"}
 
 
-def test_all_are_there_under_their_names():
+def test_all_systems_have_their_names():
     assert set(SYSTEMS) >= COMPARED
     assert all(name == system.name and system.summary for name, system in SYSTEMS.items())
 
@@ -62,7 +62,7 @@ def test_constants_are_the_paper_s():
 
 
 def test_vllm_decides_after_750_steps_and_every_3000():
-    """Requests one after the other, for 4,000 steps."""
+    """The requests run one after another, for 4,000 steps."""
     arrivals = [Arrival(time_s=float(n), input_tokens=8, output_tokens=390, topic=n % 3) for n in range(11)]
     run = simulate(SYSTEMS["vllm"], TESTBED, FlatCosts(step_s=0.001, pair_s=0.0), ROUTER, arrivals, seed=0)
     assert run.steps > 3800

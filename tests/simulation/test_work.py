@@ -1,4 +1,4 @@
-"""Work of a step: what follows from its pairs."""
+"""Work of a step: counts that follow from its pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gimbal_jax.simulation.work import EngineWork, StepWork, token_copies_LSR
 K = 8
 
 
-def test_copies_are_the_tokens_with_a_choice_there():
+def test_copies_to_a_rank_are_the_tokens_with_a_choice_there():
     rng = np.random.default_rng(0)
     tokens, share_R = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
     chosen_NR = rng.multinomial(K, share_R, size=tokens)  # each choice falls on a rank on its own
@@ -24,7 +24,7 @@ def test_an_idle_source_sends_nothing():
     assert (copies[0, 0] > 0).all() and not copies[0, 1].any()
 
 
-def test_a_step_knows_its_own_copies():
+def test_a_step_computes_its_own_copies():
     engines = tuple(EngineWork(np.full(rows, 9), (), rows) for rows in (5, 0))
     pairs_LSP = np.zeros((3, 2, 8), np.int64)
     pairs_LSP[:, 0] = 5 * K // 8

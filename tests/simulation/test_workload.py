@@ -1,4 +1,4 @@
-"""Workloads: real pairs of lengths, the shapes as described, rates as asked, and the same by the same seed."""
+"""Workloads: real pairs of lengths, shapes as described, requested rates, and equal workloads for equal seeds."""
 
 import csv
 from importlib.resources import files
@@ -33,7 +33,7 @@ configs = st.builds(
 
 
 def rows_of(name: str) -> list[tuple[int, int]]:
-    """Usable (prompt, output) pairs of a file, read in another way."""
+    """Return the usable (prompt, output) pairs of a file, read independently of the code under test."""
     with files("gimbal_jax").joinpath("data", name).open() as file:
         pairs = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
     return [pair for pair in pairs if 0 not in pair]
@@ -54,7 +54,7 @@ def times_of(config: WorkloadConfig, seed: int = 0) -> np.ndarray:
     ("trace", "rows", "mean_input", "mean_output"),
     [("azure-conv", 19366, 1155, 211), ("azure-code", 8819, 2048, 28), ("burstgpt", 383, 544, 289)],
 )
-def test_traces_are_those_that_were_published(trace, rows, mean_input, mean_output):
+def test_traces_equal_the_published_ones(trace, rows, mean_input, mean_output):
     table = length_table(trace)
     assert len(table.time_N) == rows
     assert table.input_N.mean() == pytest.approx(mean_input, abs=0.5)
@@ -101,24 +101,24 @@ def test_gaps_have_the_rate_and_the_burstiness(arrivals, cv):
 
 
 @pytest.mark.parametrize("trace", TRACES)
-def test_a_trace_keeps_its_order_and_its_rhythm_at_exactly_the_rate(trace):
+def test_a_trace_keeps_its_order_and_relative_gaps_at_exactly_the_rate(trace):
     config = WorkloadConfig(trace, requests=300, rate=5.0, arrivals="trace")
     arrivals = make_workload(config, ROUTER, 1)
     assert arrivals[-1].time_s == pytest.approx(300 / 5.0)
     table, pairs = length_table(trace), PAIRS[trace]
     came = [(a.input_tokens, a.output_tokens) for a in arrivals]
     first = next(i for i in range(len(pairs)) if [*pairs[i:], *pairs][:300] == came)
-    inside = min(len(pairs) - first, 300) - 1  # gaps before it goes round, if it does
+    inside = min(len(pairs) - first, 300) - 1  # gaps before the trace starts again, if it does
     gaps, ours = np.diff(table.time_N[first:])[:inside], np.diff([a.time_s for a in arrivals])[:inside]
     assert ours == pytest.approx(gaps * ours.sum() / gaps.sum(), abs=1e-6)
 
 
-def test_at_once():
+def test_all_requests_arrive_at_time_zero():
     assert not times_of(WorkloadConfig(arrivals="at-once", requests=9)).any()
 
 
 @pytest.mark.parametrize("shape", RESHAPED)
-def test_bins_get_the_shares_of_their_shape(shape):
+def test_bins_have_the_shares_of_their_shape(shape):
     count = 20_000
     arrivals = make_workload(WorkloadConfig(shape, requests=count), ROUTER, 0)
     table, share = length_table(shape), bin_shares(shape)
@@ -131,7 +131,7 @@ def test_bins_get_the_shares_of_their_shape(shape):
         assert weights == pytest.approx(np.full(len(weights), share[one] / len(weights)))
 
 
-def test_shapes_look_like_their_names():
+def test_shapes_match_their_names():
     shares = {shape: bin_shares(shape) for shape in RESHAPED}
     assert (np.diff(shares["descending"]) < 0).all()
     assert (np.diff(shares["central"])[: SHAPE_BINS // 2 - 1] > 0).all()
@@ -152,6 +152,6 @@ def test_shapes_look_like_their_names():
         ("burstiness", float("inf"), "burstiness must be above 0 and finite"),
     ],
 )
-def test_what_makes_no_workload_is_refused(name, value, message):
+def test_an_invalid_workload_is_rejected(name, value, message):
     with pytest.raises(ValueError, match=message):
         WorkloadConfig(**{name: value})

@@ -10,27 +10,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
-from gimbal_jax.cli.serve.group import end_process, ends_at_once, follow, gather
+from gimbal_jax.cli.serve.group import end_process, exit_on_error, follow, gather
 from gimbal_jax.cli.serve.options import DEFAULT_MODEL_LEN, ServeOptions
 from gimbal_jax.cli.serve.processes import Processes, join_processes, nodes_of
 from gimbal_jax.cli.serve.setup import (
     Checkpoint,
     check_servable,
-    gather_pages,
+    find_checkpoint,
     load_runner,
     peak_memory,
+    use_huge_pages_for_weights,
     warm_up,
     with_kv_pool,
 )
 from gimbal_jax.cli.serve.toml_file import takes_serve_options
-from gimbal_jax.cli.terminal import console, errors_said, progress_bar
+from gimbal_jax.cli.terminal import console, report_errors
 from gimbal_jax.config import (
     GPU_ENGINE,
     EngineConfig,
@@ -43,10 +44,16 @@ from gimbal_jax.serving.runtime.devices import set_up_devices
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
-    from gimbal_jax.serving.core.core import Server
+    from gimbal_jax.serving.core.core import EngineCore
     from gimbal_jax.serving.frontend.record import RequestRecord
     from gimbal_jax.serving.gateway.config import GatewayConfig
+    from gimbal_jax.serving.gateway.gateway import Gateway
+    from gimbal_jax.serving.placement.files import CountsDump, PlacementState
+    from gimbal_jax.serving.rpc.model_files import ModelFiles
+    from gimbal_jax.serving.runtime.device_runner import DeviceRunner
+    from gimbal_jax.serving.runtime.profiler import Profiler
 
 
 @takes_serve_options
@@ -56,11 +63,12 @@ def serve(options: ServeOptions) -> None:
 
     if options.model is None:
         raise typer.BadParameter("give a folder or a hub id, here or as `model` in --config", param_hint="MODEL")
-    # Until there is a server to drain: a container's first process ignores signals that it has no handler for.
+    # The first process of a container ignores signals without a handler. Until there is a server to drain, SIGTERM
+    # ends the command as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with errors_said():
+    with report_errors():
         processes = join_processes(options)
-    with ends_at_once(processes), errors_said():
+    with exit_on_error(processes), report_errors():
         check_name(options.model)
         mesh = MeshConfig(options.dp, options.tp)
         devices = set_up_devices(options.devices, mesh, options.memory_utilisation)
@@ -73,32 +81,11 @@ def serve(options: ServeOptions) -> None:
     raise typer.Exit(code)
 
 
-def find_checkpoint(options: ServeOptions, *, on_cpu: bool) -> Checkpoint:
-    """The folder or hub id of the options; raises ValueError where it is none, or not a model that we serve."""
-    from gimbal_jax.model.hf_config import load_config
-    from gimbal_jax.model.loading import weights_dtype_on_cpu
-
-    assert options.model is not None
-    folder = fetch_checkpoint(options.model, options.revision)
-    config = load_config(folder)
-    dtype = options.dtype if options.dtype != "auto" else "float32" if on_cpu else config.dtype
-    name = options.served_model_name or (folder.resolve().name if Path(options.model).is_dir() else options.model)
-    weights_dtype = weights_dtype_on_cpu(folder, dtype) if on_cpu else dtype
-    return Checkpoint(folder, name, replace(config, dtype=dtype, weights_dtype=weights_dtype))
-
-
-def fetch_checkpoint(model: str, revision: str | None) -> Path:
-    """Folder of a checkpoint, fetched from the hub if it is no folder; raises ValueError or OSError."""
-    from gimbal_jax.model.hub import resolve_model
-
-    if Path(model).is_dir():
-        return resolve_model(model, revision)  # at once, without a progress bar
-    with progress_bar("fetching") as progress:
-        return resolve_model(model, revision, progress)
-
-
 def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) -> ServerConfig:
-    """Limits that the user left open are those of the kind of device; raises ValueError for one that cannot be."""
+    """Return the limits of the server. Limits that the user left open depend on the kind of device.
+
+    Raise ValueError if the model cannot have the given length.
+    """
     if options.max_model_len and options.max_model_len > model.max_position:
         raise ValueError(
             f"--max-model-len {options.max_model_len} is beyond the model's {model.max_position} positions"
@@ -121,13 +108,16 @@ def server_config(options: ServeOptions, model: ModelConfig, *, on_gpu: bool) ->
 
 
 def network_config(options: ServeOptions) -> NetworkConfig:
-    """The fields of the same names."""
+    """Return the options that have the names of fields of ``NetworkConfig``."""
     names = (field.name for field in dataclasses.fields(NetworkConfig))
     return NetworkConfig(**{name: getattr(options, name) for name in names})
 
 
 def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) -> GatewayConfig | None:
-    """None without --http-port. Raises ValueError where HTTP would let in whom gRPC does not."""
+    """Return the settings of the HTTP gateway, None without --http-port.
+
+    Raise ValueError if HTTP would admit clients that gRPC rejects.
+    """
     from gimbal_jax.serving.gateway.config import GatewayConfig, load_http_keys
 
     if options.http_port is None:
@@ -146,11 +136,58 @@ def gateway_config(options: ServeOptions, folder: Path, config: ServerConfig) ->
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         max_payload_mib=options.max_message_mib,
-        # What the engines can hold: they would refuse more.
+        # The engines reject more requests than they can hold.
         max_requests=config.mesh.dp * (config.engine.max_rows + config.engine.max_queue),
-        # smg sends spans in plain text only, and wants the address without http://.
+        # smg sends spans in plain text only, to an address without http://.
         traces_endpoint=traces.removeprefix("http://") if traces.startswith("http://") else None,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Files and settings that a server reads and opens before its weights."""
+
+    model_files: ModelFiles
+    start_LE: np.ndarray | None
+    """Slot of each expert at the start; None for the checkpoint's own placement."""
+    state: PlacementState | None
+    """File that keeps the placement for the next start."""
+    windows: CountsDump | None
+    """Files of traffic windows."""
+    profiler: Profiler | None
+    gateway: Gateway | None
+
+    def close(self) -> None:
+        for file in (self.windows, self.state):
+            if file is not None:
+                file.close()
+
+
+def read_inputs(checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions) -> Inputs:
+    """Read and open the files that the options name. Raise ValueError or OSError that names the bad one."""
+    from gimbal_jax.scheduler.counts_file import load_placement_of
+    from gimbal_jax.serving.gateway.config import check_gateway
+    from gimbal_jax.serving.gateway.gateway import Gateway
+    from gimbal_jax.serving.placement.files import CountsDump, PlacementState
+    from gimbal_jax.serving.rpc.model_files import load_model_files
+    from gimbal_jax.serving.runtime.profiler import Profiler
+
+    model, mesh = checkpoint.config, config.mesh
+    start_LE = load_placement_of(options.placement_file, model, mesh) if options.placement_file else None
+    state = PlacementState(options.placement_state, model, mesh) if options.placement_state else None
+    if state is not None and state.found_LE is not None:
+        start_LE = state.found_LE  # newer than the file that the first start was given
+    model_files = load_model_files(checkpoint.folder, checkpoint.name)
+    windows = None
+    if options.dump_counts is not None:
+        meta = {"model": checkpoint.folder.name, "policy": config.placement.policy, "ranks": mesh.ranks}
+        windows = CountsDump(options.dump_counts, time.strftime("%Y%m%d-%H%M%S"), meta)
+    profiler = Profiler(options.profile_dir) if options.profile_dir else None
+    gateway = None
+    if (http := gateway_config(options, checkpoint.folder, config)) is not None:
+        check_gateway(http)
+        gateway = Gateway(http, console.print)
+    return Inputs(model_files, start_LE, state, windows, profiler, gateway)
 
 
 async def serve_checkpoint(
@@ -160,116 +197,112 @@ async def serve_checkpoint(
     devices: list[jax.Device],
     processes: Processes | None = None,
 ) -> int:
-    """Load, warm up, serve until SIGTERM or SIGINT, drain; returns the exit code. Of many processes this one leads."""
+    """Load, warm up, serve until SIGTERM or SIGINT, then drain. Return the exit code.
+
+    With several ``processes`` this one leads the others.
+    """
     from gimbal_jax.model.orbax_checkpoint import save_orbax
-    from gimbal_jax.scheduler.counts_file import load_placement_of
-    from gimbal_jax.serving.core.core import Server
-    from gimbal_jax.serving.gateway.config import check_gateway
-    from gimbal_jax.serving.gateway.gateway import Gateway
-    from gimbal_jax.serving.placement.files import CountsDump, PlacementState
+    from gimbal_jax.serving.core.core import EngineCore
     from gimbal_jax.serving.placement.process import PlacementProcess
-    from gimbal_jax.serving.placement.rebalance import move_to
+    from gimbal_jax.serving.placement.rebalance import Rebalancer
     from gimbal_jax.serving.rpc.listen import check_network
-    from gimbal_jax.serving.rpc.model_files import load_model_files
-    from gimbal_jax.serving.rpc.server import serve as serve_grpc
     from gimbal_jax.serving.runtime.commands import Stop
 
-    # Everything that can be refused is refused before the weights are read.
-    model, network = checkpoint.config, network_config(options)
-    check_network(network)
+    # Every error of the user is reported before the weights are read.
+    model = checkpoint.config
+    check_network(network_config(options))
     check_servable(checkpoint, config, options, devices)
-    start_LE = load_placement_of(options.placement_file, model, config.mesh) if options.placement_file else None
-    kept = None
-    if options.placement_state is not None:
-        kept = PlacementState(options.placement_state, model, config.mesh)
-        start_LE = kept.found_LE if kept.found_LE is not None else start_LE
-    files = load_model_files(checkpoint.folder, checkpoint.name)
-    dump = None
-    if options.dump_counts is not None:
-        meta = {"model": checkpoint.folder.name, "policy": config.placement.policy, "ranks": config.mesh.ranks}
-        dump = CountsDump(options.dump_counts, time.strftime("%Y%m%d-%H%M%S"), meta)
-    profiler = None
-    if options.profile_dir is not None:
-        from gimbal_jax.serving.runtime.profiler import Profiler
-
-        profiler = Profiler(options.profile_dir)
-    gateway = None
-    if (http := gateway_config(options, checkpoint.folder, config)) is not None:
-        check_gateway(http)
-        gateway = Gateway(http, console.print)
+    inputs = read_inputs(checkpoint, config, options)
     with contextlib.ExitStack() as stack:
         observers = _observers(options, checkpoint.name, stack)
         config = with_kv_pool(model, config, options)
-        group = None
+        followers = None
         if processes is not None:
-            group = stack.enter_context(gather(processes, checkpoint, config, options))
-        runner = load_runner(checkpoint, config, options, devices, group)
-        if group is not None:
-            mesh = replace(config.mesh, nodes=nodes_of(group.hosts, config.mesh))
-            config = replace(config, mesh=mesh)
-        executor = PlacementProcess()
-        server = Server(model, config, runner, dump=dump, placement_executor=executor, placement_state=kept)
-        if group is not None:
-            group.when_lost(server.abandon)
-
-        warm = threading.Event()
-
-        def prepare() -> None:
-            warm_up(runner, server.check_warming)
-            warm.set()
-            if start_LE is not None:
-                move_to(runner, start_LE, config)
-            if server.state == "warming":  # not draining already
-                console.print(f"serving{peak_memory()}")
-            gather_pages(runner)
-
-        stop = asyncio.Event()
-        _drain_on_signals(server, stop)
-        loop = asyncio.get_running_loop()
-
-        def started(port: int) -> None:
-            console.print(f"listening on {network.host}:{port}")
-            server.start(prepare, on_end=lambda: loop.call_soon_threadsafe(stop.set))
-
+            followers = stack.enter_context(gather(processes, checkpoint, config, options))
+        runner = load_runner(checkpoint, config, options, devices, followers)
+        if followers is not None:
+            config = replace(config, mesh=replace(config.mesh, nodes=nodes_of(followers.hosts, config.mesh)))
+        on_placement = None if inputs.state is None else inputs.state.keep
+        rebalancer = Rebalancer(
+            model, config, runner, PlacementProcess(), windows=inputs.windows, on_placement=on_placement
+        )
+        core = EngineCore(model, config, runner, rebalancer)
+        if followers is not None:
+            followers.when_lost(core.abandon)
         try:
-            await serve_grpc(
-                server,
-                files,
-                network,
-                stop,
-                drain_timeout_s=options.drain_timeout,
-                operators=None if options.operators_port is None else (options.operators_host, options.operators_port),
-                observers=observers,
-                gateway=gateway,
-                profiler=profiler,
-                started=started,
-            )
+            is_warm = await _serve(core, runner, inputs, options, observers)
         finally:
-            await asyncio.to_thread(server.stop)
-        if server.state == "failed":
-            console.print(Text.assemble(("the engine failed: ", "red"), str(server.error)))
-            if group is not None:
+            await asyncio.to_thread(core.stop)
+            await asyncio.to_thread(inputs.close)
+        if core.state == "failed":
+            console.print(Text.assemble(("the engine failed: ", "red"), str(core.error)))
+            if followers is not None:
                 end_process(1)
             return 1
-        if group is not None:
-            if not warm.is_set():
-                group.leave()
-            group.send(Stop(), runner.layout)
+        if followers is not None:
+            if not is_warm:
+                followers.leave()
+            followers.send(Stop(), runner.layout)
         if options.save is not None:
             with console.status("writing the checkpoint"):
                 save_orbax(options.save, checkpoint.folder, runner.weights, runner.slot_of_expert_LE)
     return 0
 
 
-def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:
-    """The first signal drains; a second one ends the process as if nothing heeded it."""
+async def _serve(
+    core: EngineCore,
+    runner: DeviceRunner,
+    inputs: Inputs,
+    options: ServeOptions,
+    observers: list[Callable[[RequestRecord], None]],
+) -> bool:
+    """Listen, warm up on the engine thread, and serve until a signal. Return whether the warm-up was complete."""
+    from gimbal_jax.serving.placement.rebalance import apply_placement
+    from gimbal_jax.serving.rpc.server import serve as serve_grpc
+
+    is_warm = threading.Event()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    network = network_config(options)
+
+    def prepare() -> None:
+        warm_up(runner, core.check_warming)
+        is_warm.set()
+        if inputs.start_LE is not None:
+            apply_placement(runner, inputs.start_LE, core.config)
+        if core.state == "warming":  # a signal may have begun the drain
+            console.print(f"serving{peak_memory()}")
+        use_huge_pages_for_weights(runner)
+
+    def started(port: int) -> None:
+        console.print(f"listening on {network.host}:{port}")
+        core.start(prepare, on_end=lambda: loop.call_soon_threadsafe(stop.set))
+
+    _drain_on_signals(core, stop)
+    await serve_grpc(
+        core,
+        inputs.model_files,
+        network,
+        stop,
+        drain_timeout_s=options.drain_timeout,
+        operators=None if options.operators_port is None else (options.operators_host, options.operators_port),
+        observers=observers,
+        gateway=inputs.gateway,
+        profiler=inputs.profiler,
+        started=started,
+    )
+    return is_warm.is_set()
+
+
+def _drain_on_signals(core: EngineCore, stop: asyncio.Event) -> None:
+    """Drain at the first signal. A second one ends the process, because its handlers are gone by then."""
     loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
 
     def drain() -> None:
         console.print("draining")
         for number in numbers:
             loop.remove_signal_handler(number)
-        server.drain()
+        core.drain()
         stop.set()
 
     for number in numbers:
@@ -277,7 +310,7 @@ def _drain_on_signals(server: Server, stop: asyncio.Event) -> None:
 
 
 def _observers(options: ServeOptions, name: str, stack: contextlib.ExitStack) -> list[Callable[[RequestRecord], None]]:
-    """Who hears of requests that ended; the stack closes them."""
+    """Return the functions that get the record of every ended request. The stack closes what they write to."""
     observers: list[Callable[[RequestRecord], None]] = []
     if options.log_format != "off":
         from gimbal_jax.serving.monitoring.request_log import RequestLog

@@ -26,7 +26,7 @@ DEFAULT_MODEL_LEN = 4096
 DEVICES_HELP = "`auto`, `gpu`, `cpu`, or `cpu:N` for N virtual CPU devices."
 DTYPE_HELP = (
     "Type of weights, hidden states and KV cache; auto is float32 on CPU and the checkpoint's own elsewhere. "
-    "Where a CPU computes in float32, it keeps weights that are stored in bfloat16 so, if that is faster."
+    "A CPU that computes in float32 keeps weights stored in bfloat16 in that type, if that is faster."
 )
 
 _model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _operation = (
@@ -34,7 +34,7 @@ _model, _mesh, _processes, _engine, _scheduling, _network, _access, _http, _oper
     for panel in (
         "Model",
         "Mesh and devices",
-        "Several machines",
+        "Several nodes",
         "Engine",
         "Scheduling",
         "Network",
@@ -81,13 +81,13 @@ class ServeOptions:
         str | None,
         _processes(
             help="HOST:PORT of process 0 for jax.distributed, or `auto` under SLURM, Open MPI and Kubernetes, "
-            "where jax finds it and the next two by itself."
+            "in which jax finds it and the next two by itself."
         ),
     ] = None
-    processes: Annotated[
-        int | None, _processes(min=1, help="Processes that serve together, one or more a machine.")
-    ] = None
-    process: Annotated[int | None, _processes(min=0, help="Which of them this is; 0 leads and takes requests.")] = None
+    processes: Annotated[int | None, _processes(min=1, help="Processes that serve together, one or more a node.")] = (
+        None
+    )
+    process: Annotated[int | None, _processes(min=0, help="Number of this process; 0 leads and takes requests.")] = None
     secret_file: Annotated[
         Path | None, _processes(help="File with a secret that all processes share, at least 16 characters.")
     ] = None
@@ -98,9 +98,13 @@ class ServeOptions:
         ),
     ] = None
     command_cert: Annotated[
-        Path | None, _processes(help="PEM file of the one certificate that followers accept: commands go by TLS.")
+        Path | None, _processes(help="PEM file of the only certificate that followers accept: commands use TLS.")
     ] = None
     command_key: Annotated[Path | None, _processes(help="PEM file of its private key; process 0 needs it.")] = None
+    trusted_network: Annotated[
+        Literal["on", "off"],
+        _processes(help="Allow commands without TLS between hosts: only on a network where every host is trusted."),
+    ] = "off"
 
     max_model_len: Annotated[
         int | None, _engine(min=2, help=f"Most tokens per sequence; default {DEFAULT_MODEL_LEN} or the model's.")
@@ -115,13 +119,13 @@ class ServeOptions:
     page_size: Annotated[int | None, _engine(min=1, help=f"Tokens per KV page; {_by_device('page_size')}.")] = None
     num_pages: Annotated[
         int | None,
-        _engine(min=1, help=f"KV pages per engine; default what GPU memory holds, {EngineConfig.num_pages} on CPU."),
+        _engine(min=1, help=f"KV pages per engine; default as many as a GPU holds, {EngineConfig.num_pages} on CPU."),
     ] = None
-    max_queue: Annotated[int, _engine(min=1, help="Most waiting requests per engine; one more is refused.")] = (
+    max_queue: Annotated[int, _engine(min=1, help="Most waiting requests per engine; one more is rejected.")] = (
         EngineConfig.max_queue
     )
     prefix_cache: Annotated[
-        Literal["on", "off"], _engine(help="Whether requests share the KV pages of common beginnings.")
+        Literal["on", "off"], _engine(help="Whether requests share the KV pages of common prefixes.")
     ] = "on"
 
     # Tables of the configuration file; ``policy_tables`` names the fields that have flags.
@@ -191,7 +195,7 @@ class ServeOptions:
         _operation(help="http://HOST:PORT of an OTLP collector (gRPC), which gets a span per request."),
     ] = None
     profile_dir: Annotated[
-        Path | None, _operation(help="Folder for profiles that StartProfile asks for; without it they are refused.")
+        Path | None, _operation(help="Folder for profiles that StartProfile asks for; without it they are rejected.")
     ] = None
     drain_timeout: Annotated[float, _operation(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0
 

@@ -1,4 +1,4 @@
-"""Several processes as one: which of them this is, and jax.distributed between them."""
+"""The processes that serve together: the index of this one, and jax.distributed between them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from itertools import groupby
 from gimbal_jax.cli.serve.options import ServeOptions
 from gimbal_jax.cli.terminal import console
 from gimbal_jax.config import MeshConfig
-from gimbal_jax.serving.network.ports import address_of, check_free
+from gimbal_jax.serving.network.ports import address_of, check_free, is_loopback
 
 AUTO = "auto"
 JOIN_S = 300
-"""For all processes to be there."""
+"""Seconds until all processes must have joined jax.distributed."""
 SHUTDOWN_S = 10
-"""For all of them to leave together."""
+"""Seconds that all processes have to leave jax.distributed together."""
 HIGHEST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Where this process stands among those that serve together."""
+    """The processes of one server, as one of them sees them."""
 
     count: int
     index: int
-    """0 leads."""
+    """Index of this process. Process 0 leads."""
     coordinator: tuple[str, int]
     """Host and port of process 0 for jax.distributed."""
     command_port: int
-    """Of process 0, on the same host."""
+    """Port of process 0 for commands, on the same host."""
 
     @property
     def leads(self) -> bool:
@@ -38,9 +38,10 @@ class Processes:
 
 
 def join_processes(options: ServeOptions) -> Processes | None:
-    """Join the processes that the options speak of; None where they speak of none. Must come before jax's devices.
+    """Join the processes that the options name, before jax finds its devices. Return None if they name none.
 
-    Returns when all are there. Raises ValueError for options that do not go together, OSError where a port is taken.
+    Return when all processes have joined. Raise ValueError for options that contradict each other, OSError if a port
+    is taken.
     """
     if options.coordinator is None:
         for name in ("processes", "process", "secret_file", "command_port", "command_cert", "command_key"):
@@ -50,6 +51,7 @@ def join_processes(options: ServeOptions) -> Processes | None:
     if options.secret_file is None:
         raise ValueError("--coordinator needs --secret-file: a file with the same secret for all processes")
     processes = None if options.coordinator == AUTO else explicit_processes(options)
+    check_command_tls(options, processes)
     if processes is not None and processes.leads:
         for port in (processes.coordinator[1], processes.command_port):
             _check_free(processes.coordinator[0], port)
@@ -57,7 +59,7 @@ def join_processes(options: ServeOptions) -> Processes | None:
 
 
 def explicit_processes(options: ServeOptions) -> Processes:
-    """What the options say without jax's help; raises ValueError by name."""
+    """Return the processes of options that name a coordinator. Raise ValueError that names the option."""
     assert options.coordinator is not None
     host, separator, port = options.coordinator.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) <= HIGHEST_PORT:
@@ -70,6 +72,20 @@ def explicit_processes(options: ServeOptions) -> Processes:
     return Processes(options.processes, options.process, coordinator, _command_port(options, int(port)))
 
 
+def check_command_tls(options: ServeOptions, processes: Processes | None) -> None:
+    """Raise ValueError if commands would cross a network without TLS, unless the user trusts the network.
+
+    ``processes`` is None if a launcher names the coordinator, which is then taken for another host.
+    """
+    on_this_host = processes is not None and is_loopback(processes.coordinator[0])
+    if options.command_cert is None and options.trusted_network == "off" and not on_this_host:
+        raise ValueError(
+            f"--coordinator {options.coordinator}: commands to other hosts need TLS. Give all processes "
+            "--command-cert, and process 0 --command-key. On a network where every host is trusted, "
+            "--trusted-network on allows commands without TLS"
+        )
+
+
 def _check_free(host: str, port: int) -> None:
     """Raise OSError if process 0 cannot listen. A host name may not resolve yet, so it stands for every address."""
     try:
@@ -79,9 +95,9 @@ def _check_free(host: str, port: int) -> None:
 
 
 def nodes_of(hosts: Sequence[str], mesh: MeshConfig) -> int:
-    """Machines that the ranks of a mesh are spread over, by the host of each process in order.
+    """Return how many hosts the ranks of a mesh are spread over, given the host of each process in order.
 
-    1 where they are not spread evenly and in order: then nothing is known of their distances.
+    Return 1 if they are not spread evenly and in order, because the distances of ranks are then unknown.
     """
     sizes = [len(list(group)) for _, group in groupby(hosts)]
     even = len(set(sizes)) == 1 and len(sizes) == len(set(hosts)) and mesh.ranks % len(sizes) == 0
@@ -99,17 +115,17 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
 
     if processes is not None:
         console.print(f"process {processes.index}: waiting for all {processes.count} at {options.coordinator}")
-    # It would catch SIGTERM, which is ours to drain by.
+    # jax's preemption service would catch SIGTERM, which drains the server.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # A folder that not all see would have some compile, and wait for those that do not (see ``serving.programs``).
+    # With a folder that not all processes see, some would compile and wait for the others (see ``serving.programs``).
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         jax.distributed.initialize(
             coordinator_address=address_of(*processes.coordinator) if processes else None,
             num_processes=processes.count if processes else None,
             process_id=processes.index if processes else None,
-            # Of what jax finds by itself it must not take the devices: one for each process.
+            # jax would take one device per process from what it detects.
             local_device_ids=[],
             cluster_detection_method="deactivate" if processes else None,
             initialization_timeout=JOIN_S,
@@ -120,7 +136,7 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
         raise ValueError(f"--coordinator {options.coordinator}: jax finds no other processes here: {error}") from error
     if processes is not None:
         return processes
-    from jax._src import distributed  # the only place that tells what was found
+    from jax._src import distributed  # jax has no public function for what it detected
 
     found = distributed.global_state
     assert found.coordinator_address is not None
@@ -129,7 +145,10 @@ def _join(processes: Processes | None, options: ServeOptions) -> Processes:
 
 
 def _bind_address(coordinator: tuple[str, int]) -> str | None:
-    """Where process 0 listens: at this address alone, unless it is a name, which may not be this machine's own."""
+    """Return the address where the coordinator listens. None stands for all addresses.
+
+    A host name stands for all addresses, because it may not name this host's own address.
+    """
     return address_of(*coordinator) if _ip(coordinator[0]) else None
 
 

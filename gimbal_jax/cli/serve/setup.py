@@ -1,11 +1,11 @@
-"""The devices of ``gimbal serve``, made alike in every process: checked, loaded, compiled."""
+"""Set-up of ``gimbal serve``, the same in every process: checkpoint, checks, weights, compiled programs."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from gimbal_jax.cli.terminal import console, progress_bar
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.serving.runtime.devices import load_on_mesh
 from gimbal_jax.serving.runtime.host_memory import (
-    give_back_freed_memory,
     host_memory,
     reuse_freed_memory,
+    trim_heap,
     use_huge_pages,
 )
 
@@ -34,15 +34,39 @@ class Checkpoint:
 
     folder: Path
     name: str
-    """For clients."""
+    """Name of the model for clients."""
     config: ModelConfig
-    """With the type that weights get on these devices."""
+    """Configuration of the model, with the dtypes that it gets on these devices."""
+
+
+def find_checkpoint(options: ServeOptions, *, on_cpu: bool) -> Checkpoint:
+    """Return the checkpoint of the options. Raise ValueError if it is neither folder nor hub id, or is not served."""
+    from gimbal_jax.model.hf_config import load_config
+    from gimbal_jax.model.loading import weights_dtype_on_cpu
+
+    assert options.model is not None
+    folder = fetch_checkpoint(options.model, options.revision)
+    config = load_config(folder)
+    dtype = options.dtype if options.dtype != "auto" else "float32" if on_cpu else config.dtype
+    name = options.served_model_name or (folder.resolve().name if Path(options.model).is_dir() else options.model)
+    weights_dtype = weights_dtype_on_cpu(folder, dtype) if on_cpu else dtype
+    return Checkpoint(folder, name, replace(config, dtype=dtype, weights_dtype=weights_dtype))
+
+
+def fetch_checkpoint(model: str, revision: str | None) -> Path:
+    """Return the folder of a checkpoint. Download it if ``model`` is a hub id. Raise ValueError or OSError."""
+    from gimbal_jax.model.hub import resolve_model
+
+    if Path(model).is_dir():
+        return resolve_model(model, revision)
+    with progress_bar("fetching") as progress:
+        return resolve_model(model, revision, progress)
 
 
 def check_servable(
     checkpoint: Checkpoint, config: ServerConfig, options: ServeOptions, devices: list[jax.Device]
 ) -> None:
-    """Refuse, before the weights are read, what these devices cannot serve; raises ValueError."""
+    """Raise ValueError if these devices cannot serve the checkpoint. No weights are read."""
     from gimbal_jax.model.orbax_checkpoint import check_target
     from gimbal_jax.model.sharding import check_mesh
     from gimbal_jax.model.step import check_kernels
@@ -60,7 +84,10 @@ def check_servable(
 
 
 def with_kv_pool(model: ModelConfig, config: ServerConfig, options: ServeOptions) -> ServerConfig:
-    """With as many KV pages as the devices hold, unless the user says; raises ValueError where that is none."""
+    """Return the configuration with as many KV pages as the devices hold, unless the user gave a number.
+
+    Raise ValueError if the devices have no room for one page.
+    """
     import jax
 
     from gimbal_jax.serving.runtime.kv_pool import size_kv_pool
@@ -68,8 +95,8 @@ def with_kv_pool(model: ModelConfig, config: ServerConfig, options: ServeOptions
     if options.num_pages is not None:
         return config
     moves_at_start = options.placement_file is not None or options.placement_state is not None
-    config, said = size_kv_pool(model, config, jax.local_devices()[0], start_placement=moves_at_start)
-    console.print(said)
+    config, message = size_kv_pool(model, config, jax.local_devices()[0], start_placement=moves_at_start)
+    console.print(message)
     return config
 
 
@@ -80,7 +107,7 @@ def load_runner(
     devices: list[jax.Device],
     followers: Followers | None = None,
 ) -> DeviceRunner:
-    """Read the weights; the runner is not warm yet."""
+    """Read the weights. Return a runner that is not warm yet."""
     from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 
     model = checkpoint.config
@@ -94,31 +121,34 @@ def load_runner(
     return DeviceRunner(model, config, mesh, weights, slots, model.dtype, programs, followers)
 
 
-def warm_up(runner: DeviceRunner, check: Callable[[], None] = lambda: None) -> None:
-    """Compile everything; what ``check`` raises between two programs ends it."""
+def warm_up(runner: DeviceRunner, check: Callable[[], None] | None = None) -> None:
+    """Compile all programs. ``check`` is called between two of them, and ends the warm-up by an exception."""
     with progress_bar("compiling") as progress:
 
         def on_progress(done: int, total: int) -> None:
-            check()
+            if check is not None:
+                check()
             progress(done, total)
 
         runner.warm_up(on_progress)
-    give_back_freed_memory()
+    trim_heap()
     reuse_freed_memory()
     gc.collect()
-    gc.freeze()  # what is here now stays: looking through all of it again and again would stop ticks
+    gc.freeze()  # what exists now stays, and a collection that visits all of it would stop ticks
 
 
-def gather_pages(runner: DeviceRunner) -> None:
-    """Put the weights on huge pages, beside the first steps. Those that move meanwhile leave their places,
-    which harms nothing."""
+def use_huge_pages_for_weights(runner: DeviceRunner) -> None:
+    """Put the weights on huge pages, on a thread while the first steps run.
+
+    The range of a weight that moves meanwhile is put on huge pages in vain, which has no other effect.
+    """
     threading.Thread(target=use_huge_pages, args=[_places_on_host(runner.weights)], daemon=True).start()
 
 
 def program_cache(
     folder: str, model: ModelConfig, config: ServerConfig, devices: list[jax.Device]
 ) -> ProgramCache | None:
-    """Where compiled programs are kept; None if they are not."""
+    """Return the cache of compiled programs, None if it is off or has no place."""
     from gimbal_jax.serving.runtime.programs import ProgramCache, programs_key
 
     if folder == "off":
@@ -133,7 +163,7 @@ def program_cache(
 
 
 def peak_memory() -> str:
-    """In words; none where the system does not say."""
+    """Return the peak memory of this process as text, empty if the system does not provide it."""
     try:
         return f"; peak memory {host_memory().peak / 2**30:.1f} GiB"
     except OSError:
@@ -141,7 +171,7 @@ def peak_memory() -> str:
 
 
 def _places_on_host(weights: Any) -> list[tuple[int, int]]:
-    """Address and bytes of the weights that CPU devices hold; every step reads through them."""
+    """Return (address, bytes) of each weight that a CPU device holds."""
     import jax
 
     shards = [shard for array in jax.tree.leaves(weights) for shard in array.addressable_shards]

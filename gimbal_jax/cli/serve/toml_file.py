@@ -169,12 +169,12 @@ def _unknown(key: str, known: list[str], table: str | None = None) -> str:
 
 def _check_value(path: Path, key: str, value: object, kind: Any, low: float | None, high: float | None) -> None:
     """Raise ValueError if a field of this type and range does not take the value."""
-    if wanted := _refusal(value, kind, low, high):
+    if wanted := _allowed(value, kind, low, high):
         shown = "{...}" if isinstance(value, dict) else _toml_value(value)
         raise ValueError(f"{path}: {key} = {shown}: must be {wanted}")
 
 
-def _refusal(value: object, kind: Any, low: float | None, high: float | None) -> str | None:
+def _allowed(value: object, kind: Any, low: float | None, high: float | None) -> str | None:
     """Return the values that a field takes, if it does not take this one; else None."""
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (part for part in get_args(kind) if part is not type(None))

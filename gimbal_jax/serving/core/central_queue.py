@@ -2,113 +2,91 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from gimbal_jax.config import EngineConfig, QueueConfig
 from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.scheduler.late import PendingRequest, bind_in_order
-from gimbal_jax.scheduler.queue import QueueItem, key_until, queue_key
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.request import FinishReason, Output, Request, reason_of
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    request: Request
-    joined: int
-    """Prefill tokens that the engines had processed when it joined."""
-    cached: int
-    """Tokens of its beginning that the engine that knew most of it held then."""
-    key: tuple[float, ...] = ()
-    key_until: float = -math.inf
-    """Its sort key in the queue, and when that is no longer sure to hold."""
+from gimbal_jax.serving.engine.queue import WaitQueue
+from gimbal_jax.serving.engine.request import FinishReason, Request, TokenDelta, reason_of
+from gimbal_jax.serving.engine.sequence import Sequence as WaitingSequence
 
 
 class CentralQueue:
-    """One queue before all engines. Not thread-safe: the engine thread owns it."""
+    """One queue in front of all engines. Not thread-safe; the engine thread owns it.
+
+    A waiting request is sorted with the longest prefix that any engine had cached when it joined.
+    """
 
     def __init__(self, engines: Sequence[Engine], config: EngineConfig, queue: QueueConfig) -> None:
         self._engines = engines
         self._config = config
-        self._queue = queue
-        self._waiting: dict[str, _Waiting] = {}
-        self._turn = 0
+        self._queue_config = queue
+        self._waiting = WaitQueue(queue)
+        self._turn = 0  # the engine that wins a tie
 
     @property
     def waiting(self) -> int:
+        """Requests that wait here."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
+        """Queue a request."""
         cached = max(engine.cached_tokens(request) for engine in self._engines)
-        self._waiting[request.id] = _Waiting(request, self._prefill_tokens, cached)
+        self._waiting.add(WaitingSequence(request, self._processed, cached=cached))
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; False if it is not here (any more)."""
-        return self._waiting.pop(request_id, None) is not None
+        """Remove a request. Returns False if the request is not here, or no longer."""
+        return self._waiting.pop(request_id) is not None
 
-    def fail_all(self, reason: str) -> list[Output]:
+    def fail_all(self, reason: str) -> list[TokenDelta]:
         """End every request with an error."""
         finish: FinishReason = "error"
-        left = [Output(request_id, (), finish_reason=finish, error=reason) for request_id in self._waiting]
-        self._waiting.clear()
-        return left
+        ids = self._waiting.ids()
+        for request_id in ids:
+            self._waiting.pop(request_id)
+        return [TokenDelta(request_id, (), finish_reason=finish, error=reason) for request_id in ids]
 
-    def bind(self, now: float) -> tuple[list[tuple[str, Decision]], list[Output]]:
-        """Give the engines what their steps have room for; they must be scheduled next, at the same ``now``.
+    def bind(self, now: float) -> tuple[list[tuple[str, Decision]], list[TokenDelta]]:
+        """Give the engines as many requests as their next steps have room for.
 
-        Returns the ids of the requests whose engine was not the user's choice, with the decisions, and how those
-        ended that their engine could not take in.
+        Call ``schedule`` of the engines next, with the same ``now``. Returns (request id, decision) for the requests
+        that were not pinned by their user, and the ends of requests that their engine could not admit.
         """
         capacity_S = [engine.capacity() for engine in self._engines] if self._waiting else []
-        if not any(room.free_rows for room in capacity_S):
+        if not any(capacity.free_rows for capacity in capacity_S):
             return [], []
-        prefill_tokens = self._prefill_tokens
-        in_order = self._in_order(prefill_tokens, now)
-        bound = bind_in_order(in_order, capacity_S, self._config, self._queue, self._turn, now)
+        processed = self._processed
+        pending = self._in_order(processed, now)
+        bound = bind_in_order(pending, capacity_S, self._config, self._queue_config, self._turn, now)
         failed = []
-        for pending, decision in bound:
-            assert decision.engine is not None
-            waiting = self._waiting.pop(pending.id)
+        for chosen, decision in bound:
+            sequence = self._waiting.pop(chosen.id)
+            assert decision.engine is not None and sequence is not None
             try:
-                self._engines[decision.engine].add(waiting.request, prefill_tokens - waiting.joined)
-            except Exception as error:  # one request must not end the others
-                failed.append(not_taken_in(waiting.request, error))
+                self._engines[decision.engine].add(sequence.request, processed - sequence.joined)
+            except Exception as error:  # an error in one request must not end the others
+                failed.append(admission_error(sequence.request, error))
             self._turn = (decision.engine + 1) % len(self._engines)
-        return [(pending.id, decision) for pending, decision in bound if pending.engine is None], failed
+        return [(chosen.id, decision) for chosen, decision in bound if chosen.engine is None], failed
 
-    def _in_order(self, prefill_tokens: int, now: float) -> Iterator[tuple[tuple[float, ...], PendingRequest]]:
-        """The requests with their sort keys, smallest first: sorted only as far as they are wanted."""
-        heap = [(self._key(one, prefill_tokens, now), place, one) for place, one in enumerate(self._waiting.values())]
-        heapq.heapify(heap)
-        while heap:
-            key, _, one = heapq.heappop(heap)
-            request = one.request
+    def _in_order(self, processed: int, now: float) -> Iterator[tuple[tuple[float, ...], PendingRequest]]:
+        """Yield the requests with their sort keys, smallest first."""
+        for sequence in self._waiting.in_order(processed, now):
+            request = sequence.request
             cached_tokens_S = tuple(engine.cached_tokens(request) for engine in self._engines)
             kept_pages_S = tuple(engine.kept_pages(request) for engine in self._engines) if any(cached_tokens_S) else ()
-            item = _queue_item(one, prefill_tokens)
-            yield key, PendingRequest(request.id, item, cached_tokens_S, request.engine, kept_pages_S)
-
-    def _key(self, one: _Waiting, prefill_tokens: int, now: float) -> tuple[float, ...]:
-        """Its sort key, worked out anew only where it may have changed."""
-        if now >= one.key_until:
-            item = _queue_item(one, prefill_tokens, one.cached)
-            one.key, one.key_until = queue_key(self._queue, item, now), key_until(self._queue, item, now)
-        return one.key
+            item = sequence.queue_item(sequence.length, processed)
+            yield sequence.key, PendingRequest(request.id, item, cached_tokens_S, request.engine, kept_pages_S)
 
     @property
-    def _prefill_tokens(self) -> int:
+    def _processed(self) -> int:
+        """Prefill tokens that all engines have processed since start."""
         return sum(engine.prefill_tokens for engine in self._engines)
 
 
-def not_taken_in(request: Request, error: Exception) -> Output:
-    """How a request ends that its engine could not take in, for instance because its grammar raised."""
-    reason = f"the request could not be taken in: {reason_of(error)}"
-    return Output(request.id, (), finish_reason="error", error=reason)
-
-
-def _queue_item(one: _Waiting, prefill_tokens: int, cached: int = 0) -> QueueItem:
-    request = one.request
-    return QueueItem(request.arrival, len(request.prompt) - cached, prefill_tokens - one.joined, request.priority)
+def admission_error(request: Request, error: Exception) -> TokenDelta:
+    """Return the end of a request that its engine could not admit, for instance because its grammar raised."""
+    reason = f"the request could not be admitted: {reason_of(error)}"
+    return TokenDelta(request.id, (), finish_reason="error", error=reason)

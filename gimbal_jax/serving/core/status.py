@@ -1,67 +1,50 @@
-"""What the server shows of itself: frozen snapshots for clients, metrics and tests."""
+"""Status of the server: frozen snapshots for clients, metrics and tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.engine.meters import HistogramRecord, PhaseTimes
-from gimbal_jax.serving.engine.queue import QueueHead
-from gimbal_jax.serving.placement.records import PlacementRecord, PlacementTotals
+from gimbal_jax.serving.engine.engine import Engine
+from gimbal_jax.serving.engine.status import EngineStatus, StepStatus
+from gimbal_jax.serving.placement.records import PlacementStatus
 
 State = Literal["warming", "serving", "draining", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
 class Status:
-    """The server at one moment. Arrays are copies; axes: L MoE layers, S sources, E experts."""
+    """The server at one moment, between two ticks.
+
+    The counts of ``placement`` follow the tokens of ``engines`` by up to a trace period while steps run. Without steps
+    in flight, ``total_counts_LSE`` sums to tokens computed times experts per token in every layer and source.
+    """
 
     state: State
     error: str
-    step: int
+    """Reason of the failure; empty unless the server failed."""
     traces: tuple[Trace, ...]
-    slot_of_expert_LE: np.ndarray
-    window_counts_LSE: np.ndarray
-    """Traffic of the last closed window."""
-    total_counts_LSE: np.ndarray
-    """Traffic since start, open window included."""
-    tokens_computed_S: tuple[int, ...]
-    """Tokens that went through the model, per source; total_counts = tokens * k per layer, but while steps run the
-    counts follow up to a trace period later."""
-    prefill_tokens_S: tuple[int, ...]
-    """Those of them that were prefill."""
-    free_pages_S: tuple[int, ...]
-    queue_head_S: tuple[QueueHead | None, ...]
-    """None where nothing waits."""
-    preemptions_S: tuple[int, ...]
-    placements: tuple[PlacementRecord, ...]
-    """The last decisions, oldest first."""
-    placement_totals: PlacementTotals
-    experts_moved: int
-    bytes_moved: int
-    last_rebalance: float | None
-    """Time when the last applied placement was complete."""
-    windows_written: int
-    windows_lost: int
-    """Closed windows that went to files, and those that could not; 0 where no windows are dumped."""
-    compiles_after_warmup: int
-    step_seconds: HistogramRecord
-    """Steps by the time that the runner took for them."""
-    step_tokens: HistogramRecord
-    """Steps by the tokens of all engines in them."""
-    prefix_queries_S: tuple[int, ...]
-    """Prompt tokens that were looked up in the prefix cache when their sequence got a row."""
-    prefix_hits_S: tuple[int, ...]
-    """Those of them that it held."""
-    cached_pages_S: tuple[int, ...]
-    """Pages that hold a known beginning, in use or not."""
-    phases: tuple[PhaseTimes, ...]
-    """The profile of the host's work per step."""
+    """Latest published traces, one per engine; empty before the first."""
+    engines: tuple[EngineStatus, ...]
+    steps: StepStatus
+    placement: PlacementStatus
 
     @property
     def preemptions(self) -> int:
-        """Of all engines."""
-        return sum(self.preemptions_S)
+        """Preemptions of all engines."""
+        return sum(engine.preemptions for engine in self.engines)
+
+
+def engine_status(engine: Engine, now: float) -> EngineStatus:
+    """Return a snapshot of one engine; ``now`` dates the head of its queue."""
+    return EngineStatus(
+        tokens_computed=engine.tokens_computed,
+        prefill_tokens=engine.prefill_tokens,
+        preemptions=engine.preemptions,
+        free_pages=engine.free_pages,
+        cached_pages=engine.cached_pages,
+        prefix_queries=engine.prefix_queries,
+        prefix_hits=engine.prefix_hits,
+        queue_head=engine.queue_head(now),
+    )

@@ -6,12 +6,12 @@ from gimbal_jax.config import EngineConfig
 
 
 def max_sequence_tokens(config: EngineConfig) -> int:
-    """Most tokens of one sequence, prompt and output together; a prompt must be shorter."""
+    """Return the most tokens of one sequence, prompt and output together; a prompt must be shorter."""
     return min(config.max_model_len, config.num_pages * config.page_size)
 
 
 def check_limits(config: EngineConfig) -> None:
-    """ValueError if an engine with these limits could not make progress."""
+    """Raise ValueError if an engine with these limits could not make progress."""
     for name in ("max_model_len", "page_size", "num_pages", "max_rows", "token_budget", "tile", "max_queue"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")

@@ -1,4 +1,4 @@
-"""Meters of the engine thread: a histogram by bucket and the time of each part of a tick."""
+"""Meters of the engine thread: histograms, and the time of each phase of a tick."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+PHASES = ("schedule", "batch", "enqueue", "wait", "commit", "emit", "other")
+TICKS = 1024
+"""Ticks that the timer keeps, the last ones that had a step. Memory does not grow with the server's uptime."""
+
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """How long one part of a tick took, over the last ticks that had a step."""
+    """Seconds that one phase of a tick took, over the last ticks that had a step."""
 
     name: str
-    """schedule, batch, enqueue, wait, commit, emit, or other (traces, placement, inboxes)."""
+    """One of PHASES. "other" is traces, placement and inboxes."""
     mean_s: float
     p50_s: float
     p99_s: float
@@ -30,6 +34,7 @@ class HistogramRecord:
     counts: tuple[int, ...]
     """Observations in each bucket, and in one more above all bounds."""
     sum: float
+    """Sum of all observations."""
 
 
 class Histogram:
@@ -42,18 +47,20 @@ class Histogram:
         self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
+        """Count one observation."""
         bucket = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[bucket] += 1
             self._sum += value
 
     def record(self) -> HistogramRecord:
+        """Return the histogram of now."""
         with self._lock:
             return HistogramRecord(self._bounds, tuple(self._counts), self._sum)
 
 
 def total(records: Iterable[HistogramRecord]) -> HistogramRecord:
-    """All observations of at least one histogram, of the same bounds."""
+    """Return all observations of at least one histogram; the bounds must be equal."""
     first, *others = records
     counts = (first.counts, *(record.counts for record in others))
     return HistogramRecord(
@@ -61,41 +68,34 @@ def total(records: Iterable[HistogramRecord]) -> HistogramRecord:
     )
 
 
-PHASES = ("schedule", "batch", "enqueue", "wait", "commit", "emit", "other")
-
-
-TICKS = 1024
-"""The last ticks that had a step; their times take the same memory however long the server runs."""
-
-
-class StepProfile:
-    """The engine thread's own."""
+class PhaseTimer:
+    """Measures how a tick's time is divided between PHASES. The engine thread owns it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lapped = 0.0
+        self._marked = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._seconds_TP = np.zeros((TICKS, len(PHASES)), np.float32)
         self._ticks = 0
 
     def begin(self) -> None:
-        """A tick begins."""
-        self._lapped = self._clock()
+        """Start a tick."""
+        self._marked = self._clock()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
-    def lap(self, name: str) -> None:
-        """What went on since the last lap, or since ``begin``, was this phase. KeyError for an unknown one."""
+    def mark(self, phase: str) -> None:
+        """Add the time since the last call, or since ``begin``, to a phase. KeyError for an unknown phase."""
         now = self._clock()
-        self._seconds[name] += now - self._lapped
-        self._lapped = now
+        self._seconds[phase] += now - self._marked
+        self._marked = now
 
     def end(self) -> None:
-        """The tick has ended, and had a step."""
+        """End a tick that had a step. A tick without this call is not counted."""
         self._seconds_TP[self._ticks % TICKS] = list(self._seconds.values())
         self._ticks += 1
 
     def times(self) -> tuple[PhaseTimes, ...]:
-        """Of all phases; empty before the first step."""
+        """Return the times of all phases; empty before the first step."""
         seconds_TP = self._seconds_TP[: self._ticks]
         if not len(seconds_TP):
             return ()

@@ -1,4 +1,4 @@
-"""The KV pages of one engine: who uses them, and what those hold that later sequences can share."""
+"""The KV pages of one engine: which sequences use them, and which content later sequences can share."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import numpy as np
 
 
 class PagePool:
-    """Pages 0 to ``num_pages - 1``. Each is free, or has users (sequences), or is kept without any under its name.
+    """Pages 0 to ``num_pages - 1``. A page is free, used by sequences, or kept without users under its name.
 
-    Only a full page gets a name, which is its content's (see ``prefix.page_hashes``), and it is not written again. Kept
-    pages make room for others, least recently used first, so they count as available.
+    Only a full page gets a name, which is the hash of its content (see ``prefix.page_hashes``), and it is not written
+    afterwards. Kept pages are evicted when pages are short, least recently used first, so they count as available.
     """
 
     def __init__(self, num_pages: int) -> None:
-        # Popped from the end, so a page that was just freed is used again first.
+        # Popped from the end, so the page that was freed last is used first.
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
+        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
         self._stored: dict[bytes, StoredPage] = {}
@@ -34,11 +33,11 @@ class PagePool:
 
     @property
     def named(self) -> int:
-        """Pages that hold a known beginning, in use or not."""
+        """Pages that hold a known prefix, in use or not."""
         return len(self._page_of)
 
     def match(self, names: Sequence[bytes]) -> list[int]:
-        """The pages of the longest beginning of ``names`` that is known."""
+        """Return the pages of the longest known prefix of ``names``."""
         pages = []
         for name in names:
             page = self._page_of.get(name)
@@ -48,18 +47,18 @@ class PagePool:
         return pages
 
     def unused(self, pages: Iterable[int]) -> int:
-        """How many of these pages ``available`` counts."""
+        """Return how many of these pages ``available`` counts."""
         return sum(page in self._kept for page in pages)
 
     def take(self, pages: Iterable[int]) -> None:
-        """One more user for pages that ``match`` gave."""
+        """Add one user to pages that ``match`` returned."""
         for page in pages:
             if self._users[page] == 0:
                 del self._kept[page]
             self._users[page] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` pages to write to, or None (and take nothing) when fewer are available."""
+        """Take ``count`` pages to write to. Returns None and takes nothing if fewer are available."""
         if count > self.available:
             return None
         pages = []
@@ -68,32 +67,32 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._kept.popitem(last=False)
-                self._unname(page)
+                self._remove_name(page)
             self._users[page] = 1
             pages.append(page)
         return pages
 
     def publish(self, page: int, name: bytes, parent: bytes, tokens: np.ndarray) -> None:
-        """A page in use is full, and can be shared from now on; without effect if its content is known already.
+        """Share a full page that is in use from now on. Does nothing if its content is known already.
 
-        ``parent`` is the name of the page before it, empty for the first one.
+        ``parent`` is the name of the page before it; empty for the first page of a sequence.
         """
         if name not in self._page_of:
             self._page_of[name], self._name_of[page] = page, name
             self._stored[name] = StoredPage(name, parent, tuple(tokens.tolist()))
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Nobody is to share these pages any more, whose content is wrong."""
+        """Stop sharing pages whose content is wrong."""
         for page in pages:
             if page in self._name_of:
-                self._unname(page)
+                self._remove_name(page)
                 if page in self._kept:
                     del self._kept[page]
                     self._free.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less for the pages of a sequence, in order. ValueError for a page that is not in use."""
-        for page in reversed(pages):  # so that a beginning is kept longer than what continues it
+        """Remove one user from the pages of a sequence, given in order. ValueError for a page that is not in use."""
+        for page in reversed(pages):  # so that a prefix is kept longer than what continues it
             if not 0 <= page < len(self._users) or self._users[page] == 0:
                 raise ValueError(f"page {page} is not in use: freed twice, or never allocated")
             self._users[page] -= 1
@@ -104,41 +103,45 @@ class PagePool:
                     self._free.append(page)
 
     def flush(self) -> None:
-        """Keep no page that nobody uses."""
+        """Evict all pages that no sequence uses."""
         for page in self._kept:
-            self._unname(page)
+            self._remove_name(page)
         self._free.extend(self._kept)
         self._kept.clear()
 
-    def take_news(self, engine: int) -> PageNews | None:
-        """What changed since the last call; None if nothing did."""
+    def drain_cache_events(self, engine: int) -> CacheEvents | None:
+        """Return what changed since the last call; None if nothing did."""
         if not self._stored and not self._removed:
             return None
-        news = PageNews(engine, tuple(self._stored.values()), tuple(self._removed))
+        events = CacheEvents(engine, tuple(self._stored.values()), tuple(self._removed))
         self._stored, self._removed = {}, {}
-        return news
+        return events
 
-    def _unname(self, page: int) -> None:
+    def _remove_name(self, page: int) -> None:
         name = self._name_of.pop(page)
         del self._page_of[name]
-        if self._stored.pop(name, None) is None:  # else nobody has heard of it
+        # A page that was stored since the last events needs no event at all.
+        if self._stored.pop(name, None) is None:
             self._removed[name] = None
 
 
 @dataclass(frozen=True, eq=False)
 class StoredPage:
-    """A page that can be shared from now on."""
+    """A page that can be shared."""
 
     hash: bytes
+    """Hash of its content and of all pages before it."""
     parent: bytes
-    """Hash of the page before it; empty at the beginning of a sequence."""
+    """Hash of the page before it; empty at the start of a sequence."""
     tokens: tuple[int, ...]
+    """Its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
-class PageNews:
-    """What changed in one engine's prefix cache in a tick: first pages were removed, then others stored."""
+class CacheEvents:
+    """Changes of one engine's prefix cache in a tick: first pages were removed, then others stored."""
 
     engine: int
     stored: tuple[StoredPage, ...]
     removed: tuple[bytes, ...]
+    """Hashes of pages that can no longer be shared."""

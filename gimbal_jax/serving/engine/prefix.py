@@ -1,4 +1,4 @@
-"""Beginnings that sequences share: names for the content of KV pages, and news of the pages that engines hold."""
+"""Prefix sharing: names for the content of KV pages, and which pages of a request are known."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from gimbal_jax.serving.engine.pages import PagePool
 from gimbal_jax.serving.engine.request import Request
-from gimbal_jax.serving.engine.rows import Rows
+from gimbal_jax.serving.engine.running_batch import RunningBatch
 
 
 def page_hashes(tokens: Sequence[int] | np.ndarray, page_size: int, parent: bytes = b"") -> tuple[bytes, ...]:
-    """16 bytes for each full page of ``tokens``, over its tokens and all before them.
+    """Return 16 bytes for each full page of ``tokens``, a hash of its tokens and of all tokens before them.
 
-    ``parent`` is the hash of the page before the first one; empty at the beginning of a sequence. Were they shorter or
-    weaker, two contents could be taken for one another, and a client would be answered from another's text.
+    ``parent`` is the hash of the page before the first one; empty at the start of a sequence. With a shorter or weaker
+    hash two contents could collide, and a client would receive output for the text of another client.
     """
     ids = np.asarray(tokens, np.int32)
     hashes = []
@@ -27,31 +27,31 @@ def page_hashes(tokens: Sequence[int] | np.ndarray, page_size: int, parent: byte
 
 
 def looks_up(request: Request) -> bool:
-    """Whether a request may begin with pages that others computed. Log probabilities come only with the computing."""
+    """Return whether a request may start with cached pages. Prompt log probabilities require computing the prompt."""
     return request.sampling.prompt_logprobs is None
 
 
 def known_pages(pool: PagePool, request: Request, names: Sequence[bytes], length: int, page_size: int) -> list[int]:
-    """The pages of its beginning that a sequence can share, so that it computes at least one of its tokens.
+    """Return the cached pages that a sequence can share. At least one of its tokens is left to compute.
 
-    ``names`` are those of its full pages, and it has ``length`` tokens.
+    ``names``: hashes of its full pages. ``length``: its tokens.
     """
     return pool.match(names[: (length - 1) // page_size]) if looks_up(request) else []
 
 
-def publish_pages(pool: PagePool, rows: Rows, row: int, page_size: int) -> None:
-    """Let others share the full pages of a row's sequence: what is computed by now, or by the step being planned.
+def publish_pages(pool: PagePool, batch: RunningBatch, row: int, page_size: int) -> None:
+    """Share the full pages of a row that are computed by now, or by the step that is being planned.
 
-    That is early enough: the devices write a layer's pages before they read them.
+    That is early enough, because the devices write a layer's pages before they read them.
     """
-    sequence = rows.sequence_R[row]
+    sequence = batch.sequence_R[row]
     assert sequence is not None
-    names, end = sequence.page_names, int(rows.publish_at_R[row])
-    while end <= min(rows.known_R[row], rows.computed_R[row]):
+    names, end = sequence.page_names, int(batch.publish_at_R[row])
+    while end <= min(batch.known_R[row], batch.computed_R[row]):
         number = end // page_size - 1
-        parent, tokens = names[number - 1] if number else b"", rows.tokens_RN[row, end - page_size : end]
+        parent, tokens = names[number - 1] if number else b"", batch.tokens_RN[row, end - page_size : end]
         if number == len(names):
             names += page_hashes(tokens, page_size, parent)
-        pool.publish(int(rows.page_table_RM[row, number]), names[number], parent, tokens)
+        pool.publish(int(batch.page_table_RM[row, number]), names[number], parent, tokens)
         end += page_size
-    rows.publish_at_R[row] = end
+    batch.published(row, end)

@@ -1,8 +1,10 @@
-"""What travels between the frontend and the engines: requests in, outputs out."""
+"""Records between the frontend and the engines: requests in, token deltas out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Already validated: the frontend does that."""
+    """How one request's tokens are chosen. The frontend has validated it."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -27,88 +29,118 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    """Alternatives per token to report besides the chosen one; None reports nothing."""
+    """Alternatives to report for each token in addition to the chosen one; None reports nothing."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, the model's own end tokens included unless they are ignored."""
+    """Tokens that end the output. The model's end tokens are among them unless the request ignores them."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the output has it."""
+    """Value subtracted from a token's logit for each time that it occurs in the output."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token that the output has."""
+    """Value subtracted once from the logit of every token that occurs in the output."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output are divided by it where positive, else multiplied."""
+    """Divisor of positive logits, and factor of the others, of tokens that occur in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), at most MAX_LOGIT_BIAS."""
+    """(token id, value added to its logit), at most MAX_LOGIT_BIAS entries."""
     prompt_logprobs: int | None = None
-    """Alternatives to report for each prompt token besides its own log probability; None reports nothing."""
+    """Alternatives to report for each prompt token in addition to itself; None reports nothing."""
 
     @property
     def penalises(self) -> bool:
+        """Whether the request has a penalty."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
 
 class Grammar(Protocol):
-    """What an output must look like, and how far it has come. One sequence's own, used by the engine thread only.
+    """Constraint on the output of one sequence, with its state. Only the engine thread uses it.
 
-    Whatever it raises ends that one request with an error.
+    An error of it ends its own request with an error.
     """
 
     def allowed(self) -> np.ndarray:
-        """Tokens that may come next, as bits: bit t % 32 of element t // 32, int32 [ceil(V / 32)]; at least one.
+        """Return the tokens that may come next, at least one: bit t % 32 of element t // 32, int32 [ceil(V / 32)].
 
-        Where the output is complete these are end tokens.
+        If the output is complete, these are end tokens.
         """
 
     def accept(self, token_id: int) -> None:
-        """The output goes on with this token, one of those allowed."""
+        """Continue the output with this token, which is allowed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate; ``sequence`` numbers the requests dispatched to its engine from 1."""
+    """One sequence to generate."""
 
     id: str
+    """Key in the core, unique among the requests that run or wait.
+
+    An int would lie in memory among the ints of its prompt, and every new token would wait for it."""
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival: float
-    engine: int | None
-    """None: the server binds it to one (dispatch policy ``late``), and ``sequence`` is 0."""
-    sequence: int
+    engine: int | None = None
+    """Engine that runs it; None if the core is to choose one (dispatch policy ``late``)."""
+    sequence: int = 0
+    """Number among the requests dispatched to its engine, from 1; 0 without an engine."""
     priority: int = 0
     """Lower runs first; 0 unless the queue policy is ``priority``."""
     grammar: Grammar | None = None
     page_hashes: tuple[bytes, ...] = ()
-    """Of the prompt's full pages (see ``prefix.page_hashes``); empty where no prefix is to be shared."""
+    """Hashes of the prompt's full pages (see ``prefix.page_hashes``); empty if no prefix is to be shared."""
+    label: str = ""
+    """The client's id of the request, for people."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of a token, and of the likeliest ones in its place, best first."""
+    """Log probability of a token, and of the likeliest tokens in its place, best first."""
 
     chosen: float
     top_ids: tuple[int, ...]
     top_values: tuple[float, ...]
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and that would take five times as long
-class Output:
-    """News of one request after a step: its new tokens, and how it ended if it did."""
+@dataclass(slots=True)  # not frozen: one is made for every token, and freezing would make that five times slower
+class TokenDelta:
+    """New tokens of one request after a step, and the reason of its end if it ended."""
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of ``token_ids``; empty if the request did not ask for them."""
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The stop token that ended it; it is not among the tokens."""
+    stop: int | str | None = None
+    """Stop token or stop string that ended it. The token is not among ``token_ids``, those of the string are."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens, if they were asked for: of every prompt token but the first."""
+    """One for each prompt token but the first, if requested. Only set with the first tokens."""
     started: float | None = field(default=None, compare=False)
-    """With the first tokens: when its first step began, on the server's clock."""
+    """Time when its first step began, on the core's clock. Only set with the first tokens."""
     cached_tokens: int = field(default=0, compare=False)
-    """With the first tokens: prompt tokens that the prefix cache held when it first got a row."""
+    """Prompt tokens that the prefix cache held when it first got a row. Only set with the first tokens."""
     error: str = field(default="", compare=False)
+    """Why it failed; empty unless ``finish_reason`` is "error"."""
+    text: str = ""
+    """Text that may be shown now; the engines leave it empty. It may come later than its tokens."""
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Return consecutive deltas of one request as one; at least one delta."""
+    first, last = deltas[0], deltas[-1]
+    if len(deltas) == 1:
+        return first
+    return TokenDelta(
+        first.request_id,
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        prompt_logprobs=first.prompt_logprobs,
+        started=first.started,
+        cached_tokens=first.cached_tokens,
+        error=last.error,
+        text="".join(delta.text for delta in deltas),
+    )
 
 
 def reason_of(error: BaseException) -> str:
-    """What clients are told of an exception: its kind and its first line, which fits into a gRPC status."""
+    """Return the text for clients about an exception: its type and first line, short enough for a gRPC status."""
     first_line, *_ = [*str(error).splitlines(), ""]
     return f"{type(error).__name__}: {first_line[:300]}"

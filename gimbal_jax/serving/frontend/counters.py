@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """What happened since start, for metrics. Written on the event loop only."""
+    """Counts since the start, for metrics. Written on the event loop only."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Ended sequences by finish reason, "cancelled" (the client left) or "refused"."""
+    """Sequences that ended, by finish reason, "cancelled" (the client left) or "refused"."""
     rules: Counter[str] = field(default_factory=Counter)
     """Dispatch decisions by rule."""
     prompt_tokens: int = 0
+    """Prompt tokens of all admitted sequences."""
     generated_tokens: int = 0
+    """Output tokens that reached the frontend."""
     started_tokens_S: list[int] = field(default_factory=list)
-    """Prompts of ended sequences that had started, in tokens."""
+    """Prompt tokens of the sequences that ended after their first step, by engine."""
     cached_tokens_S: list[int] = field(default_factory=list)
-    """Those of them that the prefix cache held."""
+    """Prompt tokens of the same sequences that the prefix cache held, by engine."""
 
 
 class TokenRate:
-    """What each engine generated in the last whole second; nothing older is kept. ``now`` is in seconds."""
+    """Tokens that each engine generated in the last whole second. ``now`` is in seconds and never decreases."""
 
     def __init__(self, engines: int) -> None:
         self._second = 0
@@ -31,10 +33,12 @@ class TokenRate:
         self._last = [0] * engines
 
     def add(self, engine: int, tokens: int, now: float) -> None:
+        """Count tokens of an engine."""
         self._advance(now)
         self._counts[engine] += tokens
 
     def per_second(self, now: float) -> tuple[int, ...]:
+        """Return the tokens of each engine in the last whole second."""
         self._advance(now)
         return tuple(self._last)
 

@@ -1,133 +1,79 @@
-"""The asyncio side of the server: chooses an engine for each request and streams its output."""
+"""The asyncio side of the server: dispatches requests to engines and routes their tokens to streams."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing, QueueFull
+from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, NotServing
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
 from gimbal_jax.scheduler.dispatch_decision import Decision
-from gimbal_jax.scheduler.dispatcher import Dispatcher, Ticket
-from gimbal_jax.scheduler.trace import Trace
-from gimbal_jax.serving.core.core import Server
-from gimbal_jax.serving.engine.pages import PageNews
-from gimbal_jax.serving.engine.request import Grammar, Output, Request, SamplingParams
+from gimbal_jax.scheduler.dispatcher import Dispatcher
+from gimbal_jax.serving.core.admission import admit
+from gimbal_jax.serving.core.core import EngineCore, TickNews
+from gimbal_jax.serving.engine.request import Grammar, Request, SamplingParams, TokenDelta
 from gimbal_jax.serving.frontend.counters import Counters, TokenRate
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 from gimbal_jax.serving.frontend.record import NO_ORIGIN, Origin, RequestRecord
-
-
-@dataclass(eq=False)
-class _Stream:
-    """News of one live sequence that its consumer has not taken yet: at most its max_tokens tokens."""
-
-    request_id: str
-    prompt_tokens: int
-    priority: int
-    origin: Origin
-    may_stop: bool
-    arrival: float
-    core_id: str = ""
-    """The core's id of it; empty until it is dispatched."""
-    ticket: Ticket | None = None
-    """The dispatcher's ticket of the request; None until it is dispatched."""
-    engine: int | None = None
-    rule: str = ""
-    output_tokens: int = 0
-    cached_tokens: int | None = None
-    queue_s: float | None = None
-    first_token_s: float | None = None
-    news: list[Output] = field(default_factory=list)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    outcome: str | None = None
-    """How the core ended it; None while the core still works on it."""
-    error: str = ""
-    ended: float | None = None
-    recorded: bool = False
-    failure: Exception | None = None
-
-    async def next(self) -> Output:
-        """All news since the last call, as one Output."""
-        await self.arrived.wait()
-        if self.failure is not None:
-            raise self.failure
-        news, self.news = self.news, []
-        self.arrived.clear()
-        return _merge(self.request_id, news)
-
-
-def _merge(request_id: str, news: list[Output]) -> Output:
-    last = news[-1]
-    if len(news) == 1:
-        last.request_id = request_id
-        return last
-    return Output(
-        request_id,
-        token_ids=tuple(itertools.chain.from_iterable(output.token_ids for output in news)),
-        logprobs=tuple(itertools.chain.from_iterable(output.logprobs for output in news)),
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        prompt_logprobs=news[0].prompt_logprobs,
-        cached_tokens=news[0].cached_tokens,
-        error=last.error,
-    )
+from gimbal_jax.serving.frontend.stream import Stream
+from gimbal_jax.serving.text.stops import OutputText
 
 
 class Frontend:
-    """Dispatches requests and routes their outputs. Made and used on one event loop.
+    """Dispatches requests, and routes the news of the core to their streams. Made and used on one event loop.
 
-    ``clock`` must be the core's own: ages of traces are differences between the two.
-    ``dispatch_policy`` may be your own. ``on_ended`` gets the record of every sequence, refused ones too.
+    Attributes:
+        core: The engines.
+        clock: The core's clock in seconds; ages of traces are differences of its times.
+        dispatcher: Dispatch decisions and their memory.
+        counters: Counts since the start.
+        token_rate: Tokens per second of each engine.
+        prefixes: The pages that each prefix cache holds.
+        page_log: The last changes of the prefix caches.
+        idle: Event that is set while no sequence runs and no consumer reads a request.
     """
 
     def __init__(
         self,
-        core: Server,
+        core: EngineCore,
         clock: Callable[[], float],
         dispatch_policy: Choose = choose_engine,
-        on_ended: Callable[[RequestRecord], None] = lambda record: None,
+        on_ended: Callable[[RequestRecord], None] | None = None,
     ) -> None:
+        """``dispatch_policy`` may be a rule of your own. ``on_ended`` gets the record of every sequence that ended."""
         config = core.config
+        engines = config.mesh.dp
         self.core = core
         self.clock = clock
-        self.counters = Counters(started_tokens_S=[0] * config.mesh.dp, cached_tokens_S=[0] * config.mesh.dp)
-        self.dispatcher = Dispatcher(
-            config.mesh.dp, config.dispatch, config.engine.token_budget, choose=dispatch_policy
-        )
-        self.token_rate = TokenRate(config.mesh.dp)
+        self.dispatcher = Dispatcher(engines, config.dispatch, config.engine.token_budget, choose=dispatch_policy)
+        self.counters = Counters(started_tokens_S=[0] * engines, cached_tokens_S=[0] * engines)
+        self.token_rate = TokenRate(engines)
+        self.prefixes = PrefixIndex(engines)
+        self.page_log = PageLog()
         self.idle = asyncio.Event()
-        """Set while no request is live, nor any whose news somebody still reads."""
         self.idle.set()
         self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._serial = itertools.count()
-        self._observed: tuple[Trace, ...] = ()
-        self._refusal: str | None = None
-        # The core's id of a request is new each time, so that late news of an
-        # aborted request cannot reach a later one that the client calls the same.
-        self._core_ids: dict[str, str] = {}
+        # Ids are never used again, so late news of a cancelled sequence reach no other.
+        self._ids = itertools.count()
+        self._streams: dict[str, Stream] = {}
         self._groups: dict[str, Sequence[str]] = {}
-        self._streams: dict[str, _Stream] = {}
-        self.prefixes, self.page_log = PrefixIndex(config.mesh.dp), PageLog()
-        core.on_outputs = self._deliver
-        core.on_bound = self._deliver_bound
-        core.on_pages = self._deliver_pages
+        self._rejection: str | None = None
+        self._unsubscribe = core.subscribe(self._on_tick)
 
     @property
     def active(self) -> int:
-        """Number of live sequences."""
+        """Number of sequences that run or wait."""
         return len(self._streams)
 
     @contextlib.contextmanager
     def group(self, request_id: str, sequence_ids: Sequence[str]) -> Iterator[None]:
-        """While it is open, ``abort`` of the request ends all its sequences. Raises DuplicateRequest."""
+        """Hold a request id, of which ``abort`` ends all sequences. Raises DuplicateRequest if it is held already."""
         if request_id in self._groups:
             self.counters.outcomes["refused"] += 1
-            raise _duplicate(request_id)
+            raise DuplicateRequest(f"request_id {request_id!r} belongs to a request that is still running")
         self._groups[request_id] = sequence_ids
         self.idle.clear()
         try:
@@ -136,7 +82,7 @@ class Frontend:
             del self._groups[request_id]
             self._note_idle()
 
-    async def generate(
+    def generate(
         self,
         request_id: str,
         prompt: tuple[int, ...],
@@ -146,195 +92,168 @@ class Frontend:
         priority: int = 0,
         grammar: Grammar | None = None,
         page_hashes: tuple[bytes, ...] = (),
-        may_stop: bool = False,
+        text: OutputText | None = None,
+        arrived: asyncio.Event | None = None,
         origin: Origin = NO_ORIGIN,
-    ) -> AsyncGenerator[Output]:
-        """Yield news of a validated sequence until one has a finish_reason.
+    ) -> Stream:
+        """Admit a validated sequence and return its stream; use it in a ``with`` block, whose end cancels it.
 
-        ``engine`` pins it; lower ``priority`` runs first; ``page_hashes`` are the prompt's, where it may share
-        its beginning with others (see ``prefix.page_hashes``). Its end is recorded when the core ends it; with
-        ``may_stop``, when the consumer has taken its last news, since it may still call ``stop``. Leaving the
-        iteration early, by ``aclose`` or by cancelling the task, cancels it in the core. Raises QueueFull,
-        NotServing, DuplicateRequest or GenerationFailed.
+        engine: engine that the client chose; None leaves the choice to the dispatcher.
+        priority: lower runs first.
+        page_hashes: hashes of the prompt's full pages (``prefix.page_hashes``); empty if it must not share pages.
+        text: text of the output, whose stop strings end the sequence; None for deltas without text.
+        arrived: event to set when the stream has deltas; by default an event of its own.
+
+        Raises NotServing or QueueFull. The iteration raises NotServing if the server ends, and GenerationFailed if the
+        engine fails the sequence.
         """
-        stream = _Stream(request_id, len(prompt), priority, origin, may_stop, self.clock())
-        outcome = "refused"
+        record = RequestRecord(request_id, origin, priority, len(prompt), arrival=self.clock())
+        request = Request(
+            id=str(next(self._ids)),
+            label=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            arrival=record.arrival,
+            engine=engine,
+            priority=priority,
+            grammar=grammar,
+            page_hashes=page_hashes,
+        )
         try:
-            if self._refusal is not None:
-                raise NotServing(self._refusal)
-            if request_id in self._core_ids:
-                raise _duplicate(request_id)
-            traces = self.core.traces
-            if traces is not self._observed:
-                self._observed = traces
-                self.dispatcher.observe(traces)
-            cached_tokens_S = self._cached_tokens_S(page_hashes, len(prompt))
-            stream.ticket = self.dispatcher.dispatch(request_id, len(prompt), stream.arrival, engine, cached_tokens_S)
-            decision, number = stream.ticket.decision, stream.ticket.sequence
-            core_id = stream.core_id = self._core_ids[request_id] = f"{request_id}/{next(self._serial)}"
-            self._streams[core_id] = stream
-            self.idle.clear()
-            arrival, chosen = stream.arrival, decision.engine
-            self.core.submit(
-                Request(core_id, prompt, sampling, arrival, chosen, number, priority, grammar, page_hashes)
-            )
-            outcome = "cancelled"
-            if decision.engine is not None:
-                stream.engine, stream.rule = decision.engine, decision.rule
-                self.counters.rules[decision.rule] += 1
-            self.counters.prompt_tokens += len(prompt)
-            while True:
-                output = await stream.next()
-                if output.finish_reason == "error":
-                    raise (NotServing if self.core.state == "failed" else GenerationFailed)(output.error)
-                yield output
-                if output.finish_reason is not None:
-                    return
-        except (NotServing, QueueFull, DuplicateRequest, GenerationFailed) as error:
-            stream.error = str(error)
+            if self._rejection is not None:
+                raise NotServing(self._rejection)
+            ticket = admit(self.core, self.dispatcher, request, self._cached_tokens_S(request))
+        except Exception as error:
+            self._hand_out(record, "refused", str(error))
             raise
-        finally:
-            if stream.ticket is not None:
-                stream.ticket.release()
-            if stream.core_id and stream.outcome is None and outcome != "refused":
-                self.core.cancel(stream.core_id)
-            self._record_end(stream, stream.outcome or outcome)
+        stream = Stream(request.id, record, ticket, text, arrived or asyncio.Event(), self._leave)
+        self._streams[request.id] = stream
+        self.idle.clear()
+        self.counters.prompt_tokens += len(prompt)
+        if ticket.decision.engine is not None:
+            self._bind(record, ticket.decision)
+        return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End live requests with finish_reason "abort"; unknown ids are ignored."""
-        ids = [id for request_id in request_ids for id in self._groups.get(request_id, (request_id,))]
-        for core_id in [self._core_ids[id] for id in ids if id in self._core_ids]:
-            self.core.cancel(core_id)
-            self._route([Output(core_id, (), finish_reason="abort")])
+        """End requests with finish_reason "abort". Unknown ids are ignored."""
+        labels = {label for request_id in request_ids for label in self._groups.get(request_id, (request_id,))}
+        for stream in [stream for stream in self._streams.values() if stream.record.request_id in labels]:
+            self.core.cancel(stream.id)
+            self._route([TokenDelta(stream.id, (), finish_reason="abort")])
 
-    def stop(self, request_id: str) -> None:
-        """End a sequence (``may_stop``) whose text has come to a stop string. Its consumer takes no more news of it."""
-        core_id = self._core_ids[request_id]
-        stream = self._streams[core_id]
-        if stream.outcome is None:
-            self.core.cancel(core_id)
-            self._end(stream, "stop")
-        stream.outcome = "stop"  # also where it reached its length with the same token
-
-    def refuse(self, reason: str) -> None:
-        """From now on new requests get NotServing; live ones go on."""
-        self._refusal = reason
+    def reject_new(self, reason: str) -> None:
+        """Reject new requests with NotServing from now on. Running ones continue."""
+        self._rejection = reason
 
     def end_all(self, reason: str) -> None:
-        """End every live request with NotServing."""
-        for core_id, stream in list(self._streams.items()):
-            if stream.outcome is None:
-                self.core.cancel(core_id)
-                self._end(stream, "abort", reason)
-                stream.failure = NotServing(reason)
-                stream.arrived.set()
+        """End all sequences with NotServing, and the log of pages."""
+        for stream in list(self._streams.values()):
+            self.core.cancel(stream.id)
+            stream.fail(NotServing(reason))
+            self._end(stream, "abort", reason)
         self.page_log.close()
 
     def close(self) -> None:
-        """Take no more news from the core."""
-        self.core.on_outputs = lambda outputs: None
-        self.core.on_bound = lambda now, bound: None
-        self.core.on_pages = lambda news: None
+        """Unsubscribe from the core."""
+        self._unsubscribe()
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        # On the engine thread. A closed loop has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._route, outputs)
+    def _on_tick(self, news: TickNews) -> None:
+        """Hand the news of a tick from the engine thread to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no consumer is left
+            self._loop.call_soon_threadsafe(self._take, news)
 
-    def _deliver_bound(self, now: float, bound: list[tuple[str, Decision]]) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._record, now, bound)
+    def _take(self, news: TickNews) -> None:
+        """Process the news of a tick: decisions before cached pages, and both before the tokens they precede."""
+        for sequence_id, decision in news.bound:
+            stream = self._streams.get(sequence_id)
+            if stream is None:  # cancelled meanwhile
+                self.counters.rules[decision.rule] += 1
+            else:
+                self._bind(stream.record, decision)
+                self.dispatcher.record(stream.record.request_id, news.now, decision)
+        if news.pages:
+            for changed in news.pages:
+                self.prefixes.apply(changed)
+            self.page_log.add(self.clock(), news.pages)
+        if news.outputs:
+            self._route(news.outputs)
 
-    def _deliver_pages(self, news: list[PageNews]) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._apply, news)
+    def _bind(self, record: RequestRecord, decision: Decision) -> None:
+        """Note the engine of a sequence."""
+        record.engine, record.rule = decision.engine, decision.rule
+        self.counters.rules[decision.rule] += 1
 
-    def _apply(self, news: list[PageNews]) -> None:
-        for one in news:
-            self.prefixes.apply(one)
-        self.page_log.add(self.clock(), news)
-
-    def _cached_tokens_S(self, page_hashes: tuple[bytes, ...], prompt_tokens: int) -> tuple[int, ...]:
-        """What each engine will find in its cache of such a prompt: whole pages, its last token never."""
-        page_size = self.core.config.engine.page_size
-        return self.prefixes.cached_tokens_S(page_hashes[: (prompt_tokens - 1) // page_size], page_size)
-
-    def _record(self, now: float, bound: list[tuple[str, Decision]]) -> None:
-        for core_id, decision in bound:
-            self.counters.rules[decision.rule] += 1
-            stream = self._streams.get(core_id)
-            if stream is not None:  # not cancelled meanwhile
-                stream.engine, stream.rule = decision.engine, decision.rule
-                self.dispatcher.record(stream.request_id, now, decision)
-
-    def _route(self, outputs: list[Output]) -> None:
-        now, generated, tokens_S = self.clock(), 0, [0] * self.core.config.mesh.dp
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None or stream.outcome is not None:
+    def _route(self, deltas: Sequence[TokenDelta]) -> None:
+        """Add each delta to its stream, and end the sequences of which it is the last."""
+        now = self.clock()
+        tokens_S = [0] * self.core.config.mesh.dp
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None:  # cancelled or stopped: the core did not know it yet
                 continue
-            tokens = len(output.token_ids)
-            generated += tokens
-            stream.output_tokens += tokens
-            if stream.engine is not None:
-                tokens_S[stream.engine] += tokens
-            if output.started is not None:
-                stream.queue_s = output.started - stream.arrival
-                stream.cached_tokens = output.cached_tokens
-            if output.token_ids and stream.first_token_s is None:
-                stream.first_token_s = now - stream.arrival
-            if output.finish_reason is not None:
-                self._end(stream, output.finish_reason, output.error)
-            stream.news.append(output)
-            stream.arrived.set()
-        self.counters.generated_tokens += generated
+            record = stream.record
+            tokens = len(delta.token_ids)
+            record.output_tokens += tokens
+            self.counters.generated_tokens += tokens
+            if record.engine is not None:
+                tokens_S[record.engine] += tokens
+            if delta.started is not None:
+                record.queue_s = delta.started - record.arrival
+                record.cached_tokens = delta.cached_tokens
+            if tokens and record.first_token_s is None:
+                record.first_token_s = now - record.arrival
+            self._add(stream, delta)
         for engine, tokens in enumerate(tokens_S):
             self.token_rate.add(engine, tokens, now)
 
-    def _end(self, stream: _Stream, outcome: str, error: str = "") -> None:
-        stream.outcome, stream.error = outcome, error
-        stream.ended = self.clock()
-        if stream.ticket is not None:
-            stream.ticket.release()
-        if not stream.may_stop:
-            self._record_end(stream, outcome)
-
-    def _record_end(self, stream: _Stream, outcome: str) -> None:
-        """Forget a sequence that has ended, and tell of it once."""
-        if stream.recorded:
+    def _add(self, stream: Stream, delta: TokenDelta) -> None:
+        """Add a delta to its stream. If it is the last, or its text has a stop string, the sequence ends."""
+        is_last = delta.finish_reason is not None
+        try:
+            stream.add(delta)
+        except Exception as error:  # its text cannot be decoded: the other sequences must go on
+            self.core.cancel(stream.id)
+            stream.fail(error)
+            self._end(stream, "cancelled")
             return
-        stream.recorded = True
-        if stream.core_id:
-            del self._streams[stream.core_id], self._core_ids[stream.request_id]
-            self._note_idle()
+        if delta.finish_reason is None:
+            return
+        if not is_last:  # a stop string, which the core does not know
+            self.core.cancel(stream.id)
+        if delta.finish_reason == "error":
+            kind = NotServing if self.core.state == "failed" else GenerationFailed
+            stream.fail(kind(delta.error))
+        self._end(stream, delta.finish_reason, delta.error)
+
+    def _leave(self, stream: Stream) -> None:
+        """Cancel a sequence whose consumer has left, if it still runs."""
+        if stream.id in self._streams:
+            self.core.cancel(stream.id)
+            self._end(stream, "cancelled")
+
+    def _end(self, stream: Stream, outcome: str, error: str = "") -> None:
+        del self._streams[stream.id]
+        stream.ticket.release()
+        self._hand_out(stream.record, outcome, error)
+        self._note_idle()
+
+    def _hand_out(self, record: RequestRecord, outcome: str, error: str) -> None:
+        """Complete the record of a sequence that ended, count it, and give it to the listener."""
+        record.outcome, record.error = outcome, error
+        record.total_s = self.clock() - record.arrival
         self.counters.outcomes[outcome] += 1
-        if stream.engine is not None and stream.cached_tokens is not None:
-            self.counters.started_tokens_S[stream.engine] += stream.prompt_tokens
-            self.counters.cached_tokens_S[stream.engine] += stream.cached_tokens
-        ended = self.clock() if stream.ended is None else stream.ended
-        self._on_ended(
-            RequestRecord(
-                request_id=stream.request_id,
-                origin=stream.origin,
-                engine=stream.engine,
-                rule=stream.rule,
-                priority=stream.priority,
-                prompt_tokens=stream.prompt_tokens,
-                cached_tokens=stream.cached_tokens,
-                output_tokens=stream.output_tokens,
-                outcome=outcome,
-                error=stream.error,
-                arrival=stream.arrival,
-                queue_s=stream.queue_s,
-                first_token_s=stream.first_token_s,
-                total_s=ended - stream.arrival,
-            )
-        )
+        if record.engine is not None and record.cached_tokens is not None:
+            self.counters.started_tokens_S[record.engine] += record.prompt_tokens
+            self.counters.cached_tokens_S[record.engine] += record.cached_tokens
+        if self._on_ended is not None:
+            self._on_ended(record)
+
+    def _cached_tokens_S(self, request: Request) -> tuple[int, ...]:
+        """Return the prompt tokens that each engine will find in its cache: whole pages, and never the last token."""
+        page_size = self.core.config.engine.page_size
+        hashes = request.page_hashes[: (len(request.prompt) - 1) // page_size]
+        return self.prefixes.cached_tokens_S(hashes, page_size)
 
     def _note_idle(self) -> None:
         if not self._streams and not self._groups:
             self.idle.set()
-
-
-def _duplicate(request_id: str) -> DuplicateRequest:
-    return DuplicateRequest(f"request_id {request_id!r} belongs to a request that is still running")

@@ -1,4 +1,4 @@
-"""What the frontend knows of the engines' prefix caches: who holds which pages, and the last changes, numbered."""
+"""The pages that the engines' prefix caches hold, as far as the frontend knows, and a log of their last changes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 
 LOG_TICKS = 10_000
-"""Changes that the log keeps, a tick's each, as vLLM does."""
+"""Maximum number of changes in the log, one for each tick with changes; vLLM's number."""
 LOG_PAGES = 4096
-"""Pages in all of them at most: a page comes with its tokens."""
+"""Maximum number of pages in all changes of the log, which bounds its memory: a page contains its tokens."""
 
 
 class PrefixIndex:
-    """The pages that each engine's prefix cache holds, as far as its news have come. One thread's own.
-
-    It is as large as the caches are.
-    """
+    """The pages that each engine's prefix cache held at the last tick. Belongs to one thread."""
 
     def __init__(self, engines: int) -> None:
         self._pages_S: list[dict[bytes, StoredPage]] = [{} for _ in range(engines)]
 
     @property
     def pages(self) -> int:
-        """Held by all engines."""
+        """Number of pages, in all engines together."""
         return sum(map(len, self._pages_S))
 
-    def apply(self, news: PageNews) -> None:
+    def apply(self, news: CacheEvents) -> None:
+        """Apply the changes of one engine in one tick."""
         pages = self._pages_S[news.engine]
         for removed in news.removed:
             pages.pop(removed, None)
@@ -37,11 +35,11 @@ class PrefixIndex:
             pages[page.hash] = page
 
     def cached_tokens_S(self, hashes: Sequence[bytes], page_size: int) -> tuple[int, ...]:
-        """Tokens of the longest beginning that each engine holds whole, of a prompt with these page hashes."""
+        """Return the number of prefix tokens that each engine holds, of a prompt with these page hashes."""
         return tuple([page_size * _run(hashes, pages) for pages in self._pages_S])
 
     def snapshot(self, engine: int) -> list[StoredPage]:
-        """All pages of an engine, each after the page before it."""
+        """Return all pages of an engine, each after its parent."""
         pages = self._pages_S[engine]
         listed: dict[bytes, StoredPage] = {}
         for page in pages.values():
@@ -55,6 +53,7 @@ class PrefixIndex:
 
 
 def _run(hashes: Sequence[bytes], pages: dict[bytes, StoredPage]) -> int:
+    """Return the number of hashes before the first that is not held."""
     for count, one in enumerate(hashes):
         if one not in pages:
             return count
@@ -63,40 +62,45 @@ def _run(hashes: Sequence[bytes], pages: dict[bytes, StoredPage]) -> int:
 
 @dataclass(frozen=True)
 class Change:
-    """All that changed in one tick."""
+    """Changes of all prefix caches in one tick."""
 
     number: int
-    """From 1, without gaps."""
+    """Number of the change, from 1, without gaps."""
     time: float
-    news: tuple[PageNews, ...]
-    """At most one of each engine."""
+    """Time when the frontend received the change, in seconds on its clock."""
+    news: tuple[CacheEvents, ...]
+    """Changes of each engine that has any."""
 
     @property
     def pages(self) -> int:
+        """Number of stored and removed pages."""
         return sum(len(one.stored) + len(one.removed) for one in self.news)
 
 
 class PageLog:
-    """The last changes, for readers that each go at their own pace; what is too old for the slowest is gone.
+    """The last changes, for readers of different speed. A reader that is too slow misses changes.
 
     Belongs to one event loop.
+
+    Attributes:
+        last: Number of the newest change; 0 before the first.
+        closed: Whether there will be no more changes.
     """
 
     def __init__(self) -> None:
         self.last = 0
-        """Number of the newest change; 0 before the first."""
         self.closed = False
-        """There will be no more."""
         self._changes: deque[Change] = deque()
         self._pages = 0
         self._changed = asyncio.Event()
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest change that is kept; one more than ``last`` where there is none."""
+        """Number of the oldest change in the log; ``last`` + 1 if the log is empty."""
         return self.last + 1 - len(self._changes)
 
-    def add(self, time: float, news: Sequence[PageNews]) -> None:
+    def add(self, time: float, news: Sequence[CacheEvents]) -> None:
+        """Append a change, and delete old ones beyond the limits."""
         self.last += 1
         change = Change(self.last, time, tuple(news))
         self._changes.append(change)
@@ -106,18 +110,19 @@ class PageLog:
         self._wake()
 
     def after(self, number: int) -> list[Change] | None:
-        """The changes after ``number``, oldest first; None where some are gone, or there was no such number yet."""
+        """Return the changes after ``number``, oldest first; None if the log lacks some or ``number`` is unknown."""
         count = self.last - number
         if not 0 <= count <= len(self._changes):
             return None
         return [self._changes[place] for place in range(len(self._changes) - count, len(self._changes))]
 
     async def changed(self) -> None:
-        """Wait for the next change, or the end."""
+        """Wait for the next change, or for ``close``."""
         if not self.closed:
             await self._changed.wait()
 
     def close(self) -> None:
+        """Wake all readers for the last time."""
         self.closed = True
         self._wake()
 

@@ -1,7 +1,4 @@
-"""What the live view shows, worked out from frozen records: plain numbers and text that JSON can hold.
-
-Ages are seconds before now. Text that clients or exceptions chose is cut to ``TEXT`` characters.
-"""
+"""Functions from frozen records to the parts of the live view (see ``live_format``)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,27 +17,40 @@ from gimbal_jax.scheduler.traffic import imbalance_L, remote_tokens_L
 from gimbal_jax.serving.core.status import Status
 from gimbal_jax.serving.engine.queue import QueueHead
 from gimbal_jax.serving.frontend.record import RequestRecord
-from gimbal_jax.serving.placement.records import PlacementRecord
+from gimbal_jax.serving.monitoring.live_format import (
+    TEXT,
+    DispatchSummary,
+    EngineRow,
+    ExpertMap,
+    History,
+    LatencySummary,
+    Percentiles,
+    PlacementRow,
+    PlacementSummary,
+    QueueHeadRow,
+    RequestRow,
+)
+from gimbal_jax.serving.placement.records import PlacementRecord, PlacementStatus
 
-TEXT = 200
 RECENT_S = 60.0
-"""What is said of now, such as latencies, is of this long."""
+"""Recent decisions, requests and latencies are those of this many seconds."""
 BUCKET_S, BUCKETS = 5.0, 60
-"""History is this many points of so many seconds each: five minutes."""
+"""Seconds of one point of the history, and number of points: five minutes."""
 DECISIONS = 30
 """Placement decisions shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is remembered of a request for its latency."""
+    """Latency of a request that has ended."""
 
     end: float
+    """Time of its end."""
     outcome: str
     first_token_s: float | None
     token_s: float | None
     total_s: float | None
-    """None unless it ran to its own end."""
+    """Seconds from arrival to end; None unless its output is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +63,18 @@ class TokenSample:
 
 
 def ended_request(record: RequestRecord) -> EndedRequest:
-    """What is remembered of a record."""
-    whole = record.outcome in ("stop", "length")
-    end = record.arrival + record.total_s
-    return EndedRequest(end, record.outcome, record.first_token_s, record.token_s, record.total_s if whole else None)
+    """Return what latencies need of a record."""
+    complete = record.outcome in ("stop", "length")
+    total_s = record.total_s if complete else None
+    return EndedRequest(record.arrival + record.total_s, record.outcome, record.first_token_s, record.token_s, total_s)
 
 
-def request_row(record: RequestRecord) -> dict[str, Any]:
-    """A row of the table of recent requests."""
+def request_row(record: RequestRecord, now: float) -> RequestRow:
+    """Return a row of the table of ended requests."""
     return {
         "id": record.request_id[:TEXT],
         "client": record.origin.client[:TEXT],
-        "end": record.arrival + record.total_s,
+        "age_s": now - (record.arrival + record.total_s),
         "engine": record.engine,
         "rule": record.rule,
         "prompt_tokens": record.prompt_tokens,
@@ -80,16 +89,17 @@ def request_row(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def engines(
+def engine_rows(
     status: Status,
     compensation_S: tuple[int, ...],
     decisions: Sequence[DispatchRecord],
     config: ServerConfig,
     now: float,
-) -> list[dict[str, Any]]:
-    """Every engine: what it has to do, and the terms of Gimbal's score, in tokens, as dispatch would add them up now.
+) -> list[EngineRow]:
+    """Describe every engine: its work, and the terms of its score as dispatch would compute them now.
 
-    Before its first trace (``trace_age_s`` is None) an engine is shown idle.
+    Work and terms come from the traces that dispatch sees. Before its first trace an engine is shown idle.
+    ``compensation_S``: prefill tokens sent to each engine that its trace does not include.
     """
     traces: Sequence[Trace] = status.traces or [idle_trace(engine) for engine in range(config.mesh.dp)]
     terms = gimbal_terms(traces, compensation_S, config.dispatch, config.engine.token_budget)
@@ -99,52 +109,48 @@ def engines(
             "trace_age_s": now - trace.time if status.traces else None,
             "running": trace.running_requests,
             "waiting": trace.waiting_requests,
-            "kv_use": trace.kv_use,
+            "kv_use": 1 - engine.free_pages / config.engine.num_pages,
             "kv_tokens": trace.kv_tokens,
-            "free_pages": free_pages,
-            "cached_pages": status.cached_pages_S[trace.engine],
-            "prefix_hit_rate": status.prefix_hits_S[trace.engine] / max(1, status.prefix_queries_S[trace.engine]),
+            "free_pages": engine.free_pages,
+            "cached_pages": engine.cached_pages,
+            "prefix_hit_rate": engine.prefix_hits / max(1, engine.prefix_queries),
             "waiting_tokens": trace.waiting_tokens,
             "expert_pressure": trace.expert_pressure,
             "terms": {name: values_S[trace.engine] for name, values_S in terms.items()},
             "score": score,
-            "queue_head": head and _queue_head(head),
+            "queue_head": _queue_head_row(engine.queue_head) if engine.queue_head else None,
             "dispatched": chosen[trace.engine],
         }
-        for trace, score, free_pages, head in zip(
-            traces, sum_S(terms), status.free_pages_S, status.queue_head_S, strict=True
-        )
+        for trace, score, engine in zip(traces, sum_S(terms), status.engines, strict=True)
     ]
 
 
-def _queue_head(head: QueueHead) -> dict[str, Any]:
-    client_s_id, _, _ = head.request_id.rpartition("/")
-    return {"id": client_s_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
+def _queue_head_row(head: QueueHead) -> QueueHeadRow:
+    return {"id": head.request_id[:TEXT], "waited_s": head.waited_s, "prefill_tokens": head.prefill_tokens}
 
 
-def dispatch(rules: dict[str, int], decisions: Sequence[DispatchRecord], now: float) -> dict[str, Any]:
-    """Decisions by rule, since start and of late, and the last one."""
+def summarise_dispatch(rules: dict[str, int], decisions: Sequence[DispatchRecord], now: float) -> DispatchSummary:
+    """Count decisions by rule. ``rules`` has those since start, ``decisions`` the last ones."""
     last = decisions[-1] if decisions else None
     return {
         "total": rules,
         "recent": Counter(record.decision.rule for record in decisions if now - record.time <= RECENT_S),
-        "last": last and {"engine": last.decision.engine, "rule": last.decision.rule, "age_s": now - last.time},
+        "last": None
+        if last is None
+        else {"engine": last.decision.engine, "rule": last.decision.rule, "age_s": now - last.time},
     }
 
 
-def experts(status: Status, moe_layers: tuple[int, ...], ranks: int) -> dict[str, Any]:
-    """Traffic by layer and slot under the placement in force; a rank's slots are neighbours.
-
-    It is the last window's, or all traffic so far while the first one is open.
-    """
-    windowed = bool(status.window_counts_LSE.any())
-    counts_LSE = status.window_counts_LSE if windowed else status.total_counts_LSE
-    slots_LE = status.slot_of_expert_LE
-    expert_LP = np.argsort(slots_LE, axis=1)
+def map_experts(placement: PlacementStatus, moe_layers: tuple[int, ...], ranks: int) -> ExpertMap:
+    """Map the last window's traffic by layer and slot; all traffic so far while the first window is open."""
+    windowed = bool(placement.window_counts_LSE.any())
+    counts_LSE = placement.window_counts_LSE if windowed else placement.total_counts_LSE
+    slot_LE = placement.slot_of_expert_LE
+    expert_LP = np.argsort(slot_LE, axis=1)
     load_LE = counts_LSE.sum(axis=1)
     total_L = load_LE.sum(axis=1)
-    remote_L = remote_tokens_L(counts_LSE, slots_LE, ranks)
-    spread_L = imbalance_L(counts_LSE, slots_LE, ranks)
+    remote_L = remote_tokens_L(counts_LSE, slot_LE, ranks)
+    spread_L = imbalance_L(counts_LSE, slot_LE, ranks)
     return {
         "scope": "last window" if windowed else "since start",
         "layers": list(moe_layers),
@@ -158,31 +164,28 @@ def experts(status: Status, moe_layers: tuple[int, ...], ranks: int) -> dict[str
     }
 
 
-def placement(status: Status, now: float) -> dict[str, Any]:
-    """The placement loop: its decisions, newest first, the imbalance that each one saw, and what the last change gave.
-
-    Gains are shares of the objective. Decisions in a row that moved nothing are one, ``times`` over.
-    """
-    decisions: list[dict[str, Any]] = []
-    for record in reversed(status.placements):
+def summarise_placement(placement: PlacementStatus, now: float) -> PlacementSummary:
+    """Summarise the placement loop. Consecutive decisions that moved nothing become one row."""
+    decisions: list[PlacementRow] = []
+    for record in reversed(placement.records):
         if decisions and record.outcome == decisions[-1]["outcome"] == "kept":
             decisions[-1]["times"] += 1
         elif len(decisions) < DECISIONS:
-            decisions.append(_decision(record, now))
-    totals = status.placement_totals
+            decisions.append(_placement_row(record, now))
+    totals = placement.totals
     return {
         "decisions": decisions,
-        "imbalance_W": [round(record.imbalance_before, 4) for record in status.placements],
-        "experts_moved": status.experts_moved,
-        "bytes_moved": status.bytes_moved,
-        "changed_age_s": None if status.last_rebalance is None else now - status.last_rebalance,
+        "imbalance_W": [round(record.imbalance_before, 4) for record in placement.records],
+        "experts_moved": totals.experts_moved,
+        "bytes_moved": totals.bytes_moved,
+        "changed_age_s": None if totals.last_rebalance is None else now - totals.last_rebalance,
         "predicted_gain": totals.predicted_gain,
         "achieved_gain": totals.achieved_gain,
         "failed": totals.failed_decisions + totals.failed_migrations,
     }
 
 
-def _decision(record: PlacementRecord, now: float) -> dict[str, Any]:
+def _placement_row(record: PlacementRecord, now: float) -> PlacementRow:
     return {
         "times": 1,
         "age_s": now - record.time,
@@ -201,31 +204,28 @@ def _decision(record: PlacementRecord, now: float) -> dict[str, Any]:
     }
 
 
-def quantiles(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """Median and 99th percentile, each one of the values (nearest rank); None without any."""
+def percentiles(values: Iterable[float | None]) -> Percentiles:
+    """Return the median and the 99th percentile of the known values, each one of them (nearest rank)."""
     known = sorted(value for value in values if value is not None)
     if not known:
-        return None, None
-    middle, high = (known[math.ceil(share * len(known)) - 1] for share in (0.5, 0.99))
-    return middle, high
+        return {"p50": None, "p99": None}
+    p50, p99 = (known[math.ceil(share * len(known)) - 1] for share in (0.5, 0.99))
+    return {"p50": p50, "p99": p99}
 
 
-def latency(ended: Sequence[EndedRequest], now: float) -> dict[str, Any]:
-    """How requests ended of late, and how long they took."""
+def summarise_latency(ended: Sequence[EndedRequest], now: float) -> LatencySummary:
+    """Summarise the requests that ended in the last ``RECENT_S`` seconds."""
     recent = [one for one in ended if now - one.end <= RECENT_S]
-    durations = {
-        "ttft": quantiles(one.first_token_s for one in recent),
-        "tpot": quantiles(one.token_s for one in recent),
-        "e2e": quantiles(one.total_s for one in recent),
-    }
     return {
         "outcomes": Counter(one.outcome for one in recent),
-        **{name: {"p50": middle, "p99": high} for name, (middle, high) in durations.items()},
+        "ttft": percentiles(one.first_token_s for one in recent),
+        "tpot": percentiles(one.token_s for one in recent),
+        "e2e": percentiles(one.total_s for one in recent),
     }
 
 
 def token_rates(samples: Sequence[TokenSample], edges: np.ndarray) -> dict[str, list[float]]:
-    """Tokens a second between neighbouring edges; what lies between two samples is spread evenly."""
+    """Return tokens per second between neighbouring edges; tokens between two samples are spread evenly."""
     times = [sample.time for sample in samples]
     tokens = {"prompt": [sample.prompt for sample in samples], "generated": [sample.generated for sample in samples]}
     seconds = np.diff(edges)
@@ -233,46 +233,62 @@ def token_rates(samples: Sequence[TokenSample], edges: np.ndarray) -> dict[str, 
 
 
 def recent_rates(samples: Sequence[TokenSample], now: float) -> dict[str, float]:
-    """Tokens a second over the last bucket's length."""
+    """Return tokens per second over the last ``BUCKET_S`` seconds."""
     return {name: rates[0] for name, rates in token_rates(samples, np.array([now - BUCKET_S, now])).items()}
 
 
-def history(ended: Sequence[EndedRequest], samples: Sequence[TokenSample], now: float) -> dict[str, Any]:
-    """Rates and latencies of the last whole buckets, oldest first; None where nothing ended."""
+def bucket_history(ended: Sequence[EndedRequest], samples: Sequence[TokenSample], now: float) -> History:
+    """Return rates and latencies of the last whole buckets."""
     last = math.floor(now / BUCKET_S)
     buckets: list[list[EndedRequest]] = [[] for _ in range(BUCKETS)]
     for one in ended:
         place = math.floor(one.end / BUCKET_S) - last + BUCKETS
         if 0 <= place < BUCKETS:
             buckets[place].append(one)
-    series: dict[str, list[float | None]] = {}
-    for name, field in (("ttft", "first_token_s"), ("tpot", "token_s"), ("e2e", "total_s")):
-        pairs = [quantiles(getattr(one, field) for one in bucket) for bucket in buckets]
-        series[f"{name}_p50"], series[f"{name}_p99"] = [middle for middle, _ in pairs], [high for _, high in pairs]
-    edges = (last - BUCKETS + np.arange(BUCKETS + 1)) * BUCKET_S
-    return {"bucket_s": BUCKET_S, **series, **token_rates(samples, edges)}
+    ttft = [percentiles(one.first_token_s for one in bucket) for bucket in buckets]
+    tpot = [percentiles(one.token_s for one in bucket) for bucket in buckets]
+    e2e = [percentiles(one.total_s for one in bucket) for bucket in buckets]
+    rates = token_rates(samples, (last - BUCKETS + np.arange(BUCKETS + 1)) * BUCKET_S)
+    return {
+        "bucket_s": BUCKET_S,
+        "prompt": rates["prompt"],
+        "generated": rates["generated"],
+        "ttft_p50": [one["p50"] for one in ttft],
+        "ttft_p99": [one["p99"] for one in ttft],
+        "tpot_p50": [one["p50"] for one in tpot],
+        "tpot_p99": [one["p99"] for one in tpot],
+        "e2e_p50": [one["p50"] for one in e2e],
+        "e2e_p99": [one["p99"] for one in e2e],
+    }
 
 
-def warnings(status: Status, outcomes: Counter[str], config: ServerConfig, now: float) -> list[str]:
-    """What an operator should look at, worst first; empty while all is well."""
+def active_warnings(status: Status, outcomes: dict[str, int], config: ServerConfig, now: float) -> list[str]:
+    """Return what an operator should look at, worst first; empty if all is well.
+
+    ``outcomes``: recent requests by outcome.
+    """
     found = []
+    # The state of the server.
     if status.state == "failed":
         found.append(f"The engine failed: {status.error[:TEXT]}")
     elif status.state == "serving" and not status.traces:
         found.append("No engine has published a trace yet: dispatch goes in turn.")
+    # The engines, while they run.
     if status.state in ("serving", "draining"):
         ages = {trace.engine: now - trace.time for trace in status.traces}
         if silent := [f"{s} for {age:.1f} s" for s, age in ages.items() if age > config.dispatch.trace_max_age_s]:
             found.append(f"Engines are silent, and their traces count as missing: {', '.join(silent)}.")
         if full := [f"{t.engine} ({t.kv_use:.0%})" for t in status.traces if t.kv_use > config.dispatch.high_kv]:
             found.append(f"The KV cache is nearly full in engine {', '.join(full)}.")
-    if status.placements and (last := status.placements[-1]).outcome == "failed":
-        found.append(f"The last placement decision failed: {last.reason[:TEXT]}")
-    if status.compiles_after_warmup:
-        found.append(f"Compiled {status.compiles_after_warmup} times while serving: requests waited for it.")
-    if status.windows_lost:
-        found.append(f"{status.windows_lost} traffic windows could not be written.")
-    for outcome, words in (("error", "ended with an error"), ("refused", "were refused")):
-        if outcomes[outcome]:
-            found.append(f"{outcomes[outcome]} requests {words} in the last minute.")
+    # Problems since the start, then those of the last minute.
+    records, compiles = status.placement.records, status.steps.compiles_after_warmup
+    if records and records[-1].outcome == "failed":
+        found.append(f"The last placement decision failed: {records[-1].reason[:TEXT]}")
+    if compiles:
+        found.append(f"Compiled {compiles} times while serving: requests waited for it.")
+    if status.placement.windows_lost:
+        found.append(f"{status.placement.windows_lost} traffic windows could not be written.")
+    for outcome, words in (("error", "ended with an error"), ("refused", "were rejected")):
+        if count := outcomes.get(outcome):
+            found.append(f"{count} requests {words} in the last minute.")
     return found

@@ -1,4 +1,4 @@
-"""HTTP for those who run the server: metrics, health and the live view. Read only, small, on a thread of its own."""
+"""HTTP for operators: metrics, health and the live view. It only reads, and runs on threads of its own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from gimbal_jax.serving.monitoring.metrics import metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
 
 MAX_CONNECTIONS = 64
-"""One more is closed at once."""
+"""Open connections. A further one is closed immediately."""
 CONNECTION_S = 30.0
-"""A connection may last this long, however slowly its client sends or reads."""
+"""Seconds after which a connection is closed, however slowly its client sends or reads."""
 POLL_S = 0.1
+"""Seconds between looks at open connections and at shutdown."""
 HUNG_S = 60.0
-"""Engines that have published nothing for so long hang in a step: no step takes as long."""
+"""Seconds without a new trace after which an engine counts as hanging. No step takes as long."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Response:
-    """What one GET is answered with."""
+    """Answer to one GET."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -44,13 +45,13 @@ class Response:
 
 
 Route = Callable[[str], Response]
-"""Takes the Accept header."""
+"""Function from the Accept header to the answer."""
 
 
 def routes(
     frontend: Frontend, live: LiveView, histograms: RequestHistograms, ready: Callable[[], bool]
 ) -> dict[str, Route]:
-    """What each path is answered with; from any thread."""
+    """Return the routes by path. Any thread may call them."""
     registry = metrics_registry(frontend, histograms)
 
     def metrics(accept: str) -> Response:
@@ -93,7 +94,7 @@ def serve_operators(
     port: int,
     ready: Callable[[], bool],
 ) -> Iterator[int]:
-    """Serve until the block ends; yields the port, a free one for 0. Raises OSError where it is taken."""
+    """Serve until the block ends. Yields the port; for ``port`` 0 that is a free one. Raises OSError if it is taken."""
     try:
         server = _Server(host, port, routes(frontend, live, histograms, ready))
     except OSError as error:
@@ -109,7 +110,7 @@ def serve_operators(
 
 
 class _Server(ThreadingMixIn, TCPServer):
-    """A thread for each connection, of which there are few and none lasts long."""
+    """Serves each connection on a thread of its own. Connections are few, and none lasts long."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -118,8 +119,7 @@ class _Server(ThreadingMixIn, TCPServer):
     def __init__(self, host: str, port: int, routes: dict[str, Route]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.routes = routes
-        self._open: dict[Any, float] = {}
-        """When each connection came."""
+        self._open: dict[Any, float] = {}  # open connections with the time of their arrival
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -141,34 +141,34 @@ class _Server(ThreadingMixIn, TCPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("connection of %s broke", client_address, exc_info=True)
+        _log.debug("connection of %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "gimbal", ""
     timeout = 10.0
-    """Seconds that one read or write may take."""
+    """Seconds for one read or write."""
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         route = self.server.routes.get(path)
         if route is None:
-            self._send(Response(f"not found; there are {', '.join(self.server.routes)}\n".encode(), status=404))
+            self._send(Response(f"not found; the paths are {', '.join(self.server.routes)}\n".encode(), status=404))
             return
         try:
             response = route(self.headers.get("Accept", ""))
         except Exception:
             _log.exception("%s failed", path)
-            response = Response(b"internal error; the server's log has more\n", status=500)
+            response = Response(b"internal error; see the server's log\n", status=500)
         self._send(response)
 
     do_HEAD = do_GET
 
-    def _refuse(self) -> None:
-        self._send(Response(b"only GET and HEAD\n", status=405, headers={"Allow": "GET, HEAD"}))
+    def _reject(self) -> None:
+        self._send(Response(b"only GET and HEAD are supported\n", status=405, headers={"Allow": "GET, HEAD"}))
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _reject
 
     def _send(self, response: Response) -> None:
         self.send_response(response.status)

@@ -1,4 +1,4 @@
-"""The placement loop for Prometheus: how even the experts' load is, what was decided and moved, and what it brought."""
+"""Prometheus metrics of the placement loop: balance of the expert load, decisions, moves and gains."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from gimbal_jax.scheduler.traffic import (
     imbalance_L,
     remote_share,
 )
-from gimbal_jax.serving.core.status import Status
 from gimbal_jax.serving.monitoring.families import counters, gauges
+from gimbal_jax.serving.placement.records import PlacementStatus
 
 
-def traffic_metrics(model: ModelConfig, mesh: MeshConfig, status: Status) -> Iterator[Metric]:
-    """Of the last window's counts under today's placement; without traffic every layer is even."""
-    traffic = status.window_counts_LSE, status.slot_of_expert_LE, mesh.ranks
-    layer_imbalance_L = imbalance_L(*traffic)
+def traffic_metrics(model: ModelConfig, mesh: MeshConfig, placement: PlacementStatus) -> Iterator[Metric]:
+    """Yield metrics of the last window's counts under the current placement; a layer without traffic is even."""
+    counts_LSE, slot_LE = placement.window_counts_LSE, placement.slot_of_expert_LE
+    layer_imbalance_L = imbalance_L(counts_LSE, slot_LE, mesh.ranks)
     layers = [str(layer) for layer in model.moe_layers]
     yield gauges(
         "gimbal_layer_imbalance",
-        "Max over mean rank load of each MoE layer, of the last window under today's placement.",
+        "Max over mean rank load of each MoE layer, for the last window under the current placement.",
         "layer",
         dict(zip(layers, layer_imbalance_L.tolist(), strict=True)),
     )
     worst = int(layer_imbalance_L.argmax())
     yield GaugeMetricFamily(
         "gimbal_rank_imbalance",
-        "Max over mean rank load, mean over layers, of the last window under today's placement.",
+        "Max over mean rank load, mean over MoE layers, for the last window under the current placement.",
         float(layer_imbalance_L.mean()),
     )
     yield GaugeMetricFamily(
@@ -44,28 +44,31 @@ def traffic_metrics(model: ModelConfig, mesh: MeshConfig, status: Status) -> Ite
     yield GaugeMetricFamily("gimbal_worst_layer", "Index of the most uneven MoE layer.", model.moe_layers[worst])
     yield gauges(
         "gimbal_balancedness",
-        "Mean over max rank load as vLLM and as SGLang define it for all layers; 1 is even.",
+        "Mean over max rank load of all MoE layers, as vLLM and as SGLang define it; 1 is even.",
         "definition",
-        {"vllm": balancedness_vllm(*traffic), "sglang": balancedness_sglang(*traffic)},
+        {
+            "vllm": balancedness_vllm(counts_LSE, slot_LE, mesh.ranks),
+            "sglang": balancedness_sglang(counts_LSE, slot_LE, mesh.ranks),
+        },
     )
     yield GaugeMetricFamily(
         "gimbal_remote_share",
-        "Share of the last window's expert tokens that leave their engine's ranks, under today's placement.",
-        remote_share(*traffic),
+        "Share of the last window's expert tokens that leave their engine's ranks, under the current placement.",
+        remote_share(counts_LSE, slot_LE, mesh.ranks),
     )
     yield GaugeMetricFamily(
         "gimbal_far_share",
-        "Share of the last window's expert tokens that leave their engine's machine, under today's placement.",
-        far_share(status.window_counts_LSE, status.slot_of_expert_LE, mesh),
+        "Share of the last window's expert tokens that leave their engine's node, under the current placement.",
+        far_share(counts_LSE, slot_LE, mesh),
     )
 
 
-def loop_metrics(status: Status, now: float, start: float) -> Iterator[Metric]:
-    """Decisions, moves and gains; ages run from ``start`` where nothing has happened yet."""
-    totals = status.placement_totals
+def loop_metrics(placement: PlacementStatus, now: float, start: float) -> Iterator[Metric]:
+    """Yield metrics of decisions, moves and gains. An age runs from ``start`` until its event has happened once."""
+    totals = placement.totals
     yield counters(
         "gimbal_placement_decisions",
-        "Placement decisions by what became of them.",
+        "Placement decisions by outcome.",
         "outcome",
         {
             "kept": totals.kept,
@@ -75,34 +78,37 @@ def loop_metrics(status: Status, now: float, start: float) -> Iterator[Metric]:
         },
     )
     yield CounterMetricFamily(
-        "gimbal_placement_decision_seconds", "Time that decisions took, beside the steps.", totals.decision_seconds
+        "gimbal_placement_decision_seconds",
+        "Seconds spent on placement decisions, in parallel with the steps.",
+        totals.decision_seconds,
     )
     yield CounterMetricFamily(
-        "gimbal_migration_seconds", "Time between steps that went to moving experts.", totals.migration_seconds
+        "gimbal_migration_seconds", "Seconds between steps spent on moving experts.", totals.migration_seconds
     )
-    yield CounterMetricFamily("gimbal_experts_moved", "Experts that changed their rank.", status.experts_moved)
-    yield CounterMetricFamily("gimbal_moved_bytes", "Bytes of moved experts.", status.bytes_moved)
+    yield CounterMetricFamily("gimbal_experts_moved", "Experts that changed their rank.", totals.experts_moved)
+    yield CounterMetricFamily("gimbal_moved_bytes", "Bytes of moved experts.", totals.bytes_moved)
     yield GaugeMetricFamily(
         "gimbal_placement_predicted_gain",
-        "Share of the objective that the last placement applied was to save, its moves included.",
+        "Predicted gain of the last applied placement, as a share of the objective, moves included.",
         totals.predicted_gain,
     )
     yield GaugeMetricFamily(
         "gimbal_placement_achieved_gain",
-        "Share that it saved on the first window closed since, which its decision had not seen.",
+        "Gain of the last applied placement on the first window after it, which its decision had not seen.",
         totals.achieved_gain,
     )
-    decided = status.placements[-1].time if status.placements else start
-    rebalanced = start if status.last_rebalance is None else status.last_rebalance
+    decided = placement.records[-1].time if placement.records else start
     yield GaugeMetricFamily(
         "gimbal_last_placement_decision_age_seconds",
-        "Time since a placement was last decided on, applied or not; since start before the first.",
+        "Seconds since the last placement decision, applied or not; since start before the first.",
         now - decided,
     )
     yield GaugeMetricFamily(
         "gimbal_last_rebalance_age_seconds",
-        "Time since a new placement was last complete; since start before the first.",
-        now - rebalanced,
+        "Seconds since the last new placement was complete; since start before the first.",
+        now - (start if totals.last_rebalance is None else totals.last_rebalance),
     )
-    yield CounterMetricFamily("gimbal_windows_written", "Traffic windows written to files.", status.windows_written)
-    yield CounterMetricFamily("gimbal_windows_lost", "Windows that could not be written.", status.windows_lost)
+    yield CounterMetricFamily("gimbal_windows_written", "Traffic windows written to files.", placement.windows_written)
+    yield CounterMetricFamily(
+        "gimbal_windows_lost", "Traffic windows that could not be written to files.", placement.windows_lost
+    )

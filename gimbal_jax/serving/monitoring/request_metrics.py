@@ -1,4 +1,4 @@
-"""What became of requests, as histograms and counters that grow when a request ends. Names and buckets are vLLM's."""
+"""Histograms and counters of ended requests. Names and buckets are vLLM's."""
 
 from __future__ import annotations
 
@@ -14,58 +14,39 @@ from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.monitoring.families import engine_histograms
 
 TTFT_BOUNDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
 TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LATENCY_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 ENDS = ("stop", "length", "abort", "error", "cancelled")
-"""How a request can end that was not refused: vLLM's finish reasons, and "cancelled" where the client left."""
+"""Outcomes of requests that were not rejected: vLLM's finish reasons, and "cancelled" if the client left."""
 COMPLETE = ("stop", "length")
-"""Outcomes of requests whose output is whole."""
+"""Outcomes of complete requests."""
 
 TEXTS = {
-    "time_to_first_token_seconds": "Time from arrival to the first token.",
-    "request_time_per_output_token_seconds": "Mean time from one output token to the next, of each complete request.",
-    "e2e_request_latency_seconds": "Time from arrival to the end, of complete requests.",
-    "request_queue_time_seconds": "Time from arrival to the first step.",
-    "request_prefill_time_seconds": "Time from the first step to the first token.",
-    "request_decode_time_seconds": "Time from the first token to the end, of complete requests.",
-    "request_prompt_tokens": "Prompt lengths of complete requests.",
-    "request_generation_tokens": "Output lengths of complete requests.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens that no prefix cache held, of complete requests.",
+    "time_to_first_token_seconds": "Seconds from arrival to the first token.",
+    "request_time_per_output_token_seconds": "Mean seconds per output token after the first, of each complete request.",
+    "e2e_request_latency_seconds": "Seconds from arrival to the end, of complete requests.",
+    "request_queue_time_seconds": "Seconds from arrival to the first step.",
+    "request_prefill_time_seconds": "Seconds from the first step to the first token.",
+    "request_decode_time_seconds": "Seconds from the first token to the end, of complete requests.",
+    "request_prompt_tokens": "Prompt tokens of complete requests.",
+    "request_generation_tokens": "Output tokens of complete requests.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens that the prefix cache did not hold, of complete requests.",
 }
+"""Description of each histogram, by its name without prefix."""
 
 
 def token_bounds(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to ``most``."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to ``most``."""
     return tuple(
         bound for power in range(len(str(most))) for bound in (10**power, 2 * 10**power, 5 * 10**power) if bound <= most
     )
 
 
 def measured(record: RequestRecord) -> dict[str, float]:
-    """What a request adds to each histogram. One that ended early counts for what it had by then."""
+    """Return what a request adds to each histogram. A request that ended early adds the phases that it reached."""
     values: dict[str, float | None] = {"request_queue_time_seconds": record.queue_s}
     if record.first_token_s is not None:
         values["time_to_first_token_seconds"] = record.first_token_s
@@ -83,7 +64,7 @@ def measured(record: RequestRecord) -> dict[str, float]:
 
 
 class RequestHistograms:
-    """One histogram per engine of each of ``TEXTS``, and how requests of each engine ended."""
+    """Histograms of ``TEXTS`` and outcomes of requests, per engine."""
 
     def __init__(self, config: ServerConfig) -> None:
         tokens = token_bounds(config.engine.max_model_len)
@@ -100,7 +81,7 @@ class RequestHistograms:
         self._outcomes: Counter[tuple[int, str]] = Counter()
 
     def observe(self, record: RequestRecord) -> None:
-        """Take in a request that has ended; one that never had an engine is in the frontend's counters only."""
+        """Add a request that has ended. A request without an engine is in the frontend's counters only."""
         if record.engine is None:
             return
         self._outcomes[record.engine, record.outcome] += 1
@@ -108,15 +89,18 @@ class RequestHistograms:
             self._histograms_S[record.engine][name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
         for name, text in TEXTS.items():
             yield from engine_histograms(name, text, [histograms[name].record() for histograms in self._histograms_S])
         ended = CounterMetricFamily(
             "gimbal_engine_request_success",
-            "Requests of an engine that have ended.",
+            "Ended requests by finish reason.",
             labels=["engine", "finished_reason"],
         )
         refused = CounterMetricFamily(
-            "gimbal_engine_requests_refused", "Requests an engine had no room for.", labels=["engine"]
+            "gimbal_engine_requests_refused",
+            "Requests rejected by the engine's full queue.",
+            labels=["engine"],
         )
         for engine in range(len(self._histograms_S)):
             refused.add_metric([str(engine)], self._outcomes[engine, "refused"])

@@ -1,4 +1,4 @@
-"""The process that makes placement decisions (see ``placement_process``). Ends when its standard input does."""
+"""Program of the placement process (see ``process``). It ends when its standard input ends."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import signal
 import sys
 
 NICENESS = 10
-"""Steps come first."""
+"""Added to the process's niceness, so that steps have priority over decisions."""
 
 
 def main() -> None:
-    """Reads where modules are found, then calls (function, arguments, named arguments), and answers each in turn.
+    """Read calls from standard input and answer each on standard output, both as pickles.
 
-    An answer is (result, ""), or (None, what was raised, as text).
+    The first object is ``sys.path``. Each call is (function, arguments, keyword arguments). Its answer is (result, ""),
+    or (None, message) if the function raised.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; our parent says when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent ends this one
     os.nice(NICENESS)
+    # Answers get the original standard output; the prints of a policy go to standard error.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a policy prints is no answer
-    calls = open(0, "rb", closefd=False)  # noqa: SIM115 it lives as long as the process
+    os.dup2(2, 1)
+    calls = open(0, "rb", closefd=False)  # noqa: SIM115 it stays open as long as the process lives
     sys.path[:] = pickle.load(calls)
     while calls.peek(1):
         try:

@@ -1,6 +1,6 @@
-"""One placement decision: from the traffic and the placement in force to rounds of moves.
+"""One placement decision: from a window's traffic and the current placement to rounds of moves.
 
-A process of its own makes it (see ``placement_process``), so this module imports no jax and no gRPC.
+A child process makes it (see ``process``), so this module imports neither jax nor gRPC.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.distance import distance_SR
 from gimbal_jax.scheduler.migration import Round, plan_rounds
 from gimbal_jax.scheduler.objective import placement_cost_L
-from gimbal_jax.scheduler.placement import Proposal, policy_weights
+from gimbal_jax.scheduler.placement import Proposal
 from gimbal_jax.scheduler.traffic import far_share, imbalance_L, remote_share
 
 Propose = Callable[[np.ndarray, np.ndarray, MeshConfig, PlacementConfig], Proposal]
-"""A placement policy: (counts_LSE, slot_of_expert_LE in force, mesh, settings) to a proposal, as ``propose``."""
+"""A placement policy: (counts_LSE, current slot_of_expert_LE, mesh, settings) to a proposal, as ``propose``."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,24 @@ class PlacementStats:
     remote_share: float
     """Share of the expert tokens that leave their source's ranks."""
     far_share: float
-    """Share of them that leave its node."""
+    """Share of the expert tokens that leave their source's node."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is handed back to the engine thread."""
+    """The result of one decision, as the engine thread receives it."""
 
     proposal: Proposal
     rounds: list[tuple[int, Round]]
-    """(MoE layer, round) in the order to run them."""
+    """(MoE layer, round) in the order to run them; empty if the placement is kept."""
     seconds: float
+    """Time that the policy and the planning of rounds took."""
     achieved_gain: float | None
-    """Of the placement in force, where it was still to be judged."""
+    """Gain of the current placement on the window; None if an earlier window has measured it already."""
     before: PlacementStats
+    """The window under the current placement."""
     after: PlacementStats
-    """Of the window, under the placement in force and under the one to come."""
-
-
-def placement_stats(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> PlacementStats:
-    """Takes milliseconds with many sources."""
-    placed = counts_LSE, slot_of_expert_LE
-    imbalance = float(imbalance_L(*placed, mesh.ranks).mean())
-    return PlacementStats(imbalance, remote_share(*placed, mesh.ranks), far_share(*placed, mesh))
+    """The window under the new placement; equal to ``before`` if the placement is kept."""
 
 
 def decide(
@@ -62,22 +57,44 @@ def decide(
     slot_of_expert_LE: np.ndarray,
     config: ServerConfig,
     window_LSE: np.ndarray,
-    left_slot_LE: np.ndarray | None,
+    previous_LE: np.ndarray | None,
 ) -> Decision:
-    """``left_slot_LE`` was left for the placement in force, which ``window_LSE`` is the first to judge."""
+    """Choose a placement and plan its moves.
+
+    ``counts_LSE``: traffic to decide by, which smoothing may have made fractions.
+    ``window_LSE``: traffic of the last window alone.
+    ``previous_LE``: the placement before the current one, if ``window_LSE`` is the first window measured under the
+    current one. The achieved gain is computed from it.
+    """
     began = time.perf_counter()
     proposal = policy(counts_LSE, slot_of_expert_LE, config.mesh, config.placement)
     rounds = rounds_between(slot_of_expert_LE, proposal.slot_of_expert_LE, config) if proposal.apply else []
     seconds = time.perf_counter() - began
-    gain = None if left_slot_LE is None else gain_of(window_LSE, slot_of_expert_LE, left_slot_LE, config)
+    gain = None if previous_LE is None else gain_of(window_LSE, slot_of_expert_LE, previous_LE, config)
     before = after = placement_stats(window_LSE, slot_of_expert_LE, config.mesh)
     if proposal.apply:
         after = placement_stats(window_LSE, proposal.slot_of_expert_LE, config.mesh)
     return Decision(proposal, rounds, seconds, gain, before, after)
 
 
+def failed_decision(
+    error: BaseException, window_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig
+) -> Decision:
+    """Return the decision to keep the placement because ``decide`` raised ``error``."""
+    stats = placement_stats(window_LSE, slot_of_expert_LE, mesh)
+    proposal = Proposal(slot_of_expert_LE, 0.0, 0.0, 0, False, f"decision failed: {error}")
+    return Decision(proposal, rounds=[], seconds=0.0, achieved_gain=None, before=stats, after=stats)
+
+
+def placement_stats(counts_LSE: np.ndarray, slot_of_expert_LE: np.ndarray, mesh: MeshConfig) -> PlacementStats:
+    """Measure a placement on a window. Takes milliseconds with many sources."""
+    imbalance = float(imbalance_L(counts_LSE, slot_of_expert_LE, mesh.ranks).mean())
+    remote = remote_share(counts_LSE, slot_of_expert_LE, mesh.ranks)
+    return PlacementStats(imbalance, remote, far_share(counts_LSE, slot_of_expert_LE, mesh))
+
+
 def rounds_between(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, config: ServerConfig) -> list[tuple[int, Round]]:
-    """(MoE layer, round) from one placement to another, layer by layer."""
+    """Plan the moves from one placement to another as (MoE layer, round), layer by layer."""
     return [
         (layer, moves)
         for layer, (old_slot_E, new_slot_E) in enumerate(zip(old_slot_LE, new_slot_LE, strict=True))
@@ -88,11 +105,11 @@ def rounds_between(old_slot_LE: np.ndarray, new_slot_LE: np.ndarray, config: Ser
 def gain_of(
     counts_LSE: np.ndarray, new_slot_LE: np.ndarray, old_slot_LE: np.ndarray, config: ServerConfig
 ) -> float | None:
-    """Share of the objective that going from the old placement to the new one saves on this traffic, moves included.
+    """Return the share of the objective that the new placement saves on this traffic, moves included.
 
-    None where staying costs nothing, as without traffic.
+    None if the old placement costs nothing, for example without traffic.
     """
-    weights = policy_weights(config.placement)
+    weights = config.placement
     apart_SR = distance_SR(config.mesh, weights.far_distance)
     before = float(placement_cost_L(counts_LSE, old_slot_LE, old_slot_LE, apart_SR, weights).mean())
     after = float(placement_cost_L(counts_LSE, new_slot_LE, old_slot_LE, apart_SR, weights).mean())
@@ -100,5 +117,5 @@ def gain_of(
 
 
 def relative_gain(before: float, after: float) -> float | None:
-    """None where there was nothing to save."""
+    """Return the saved share of a cost; None if there was no cost to save."""
     return 1 - after / before if before > 0 else None

@@ -1,4 +1,4 @@
-"""Files of the placement loop: traffic windows as they close, and the placement for the next start."""
+"""Files of the placement loop: traffic windows, and the placement for the next start. Each has its own thread."""
 
 from __future__ import annotations
 
@@ -12,50 +12,60 @@ import numpy as np
 
 from gimbal_jax.config import MeshConfig, ModelConfig
 from gimbal_jax.scheduler.counts_file import load_placement_of, save_counts, save_placement
-from gimbal_jax.serving.placement.rebalance import ClosedWindow
+from gimbal_jax.serving.placement.records import ClosedWindow
 
 MAX_PENDING = 16
-"""Windows that may wait for the disk; one more is left out."""
-
+"""Windows that may wait for the disk. Further windows are dropped."""
 
 _log = logging.getLogger(__name__)
 
 
 class CountsDump:
-    """One file a window, ``NAME-STEP.npz``. ``write`` belongs to the engine thread."""
+    """Writes each window to a file ``NAME-STEP.npz``. Errors are logged and counted, and serving goes on."""
 
     def __init__(self, folder: Path, name: str, meta: Mapping[str, Any]) -> None:
-        """Files get ``meta``, with ``ranks``, and what the window says of itself. Raises OSError for the folder."""
+        """Create the folder; raises OSError.
+
+        Each file gets ``meta``, which must have ``ranks``, and the steps, the last step and the time of its window.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._name, self._meta = folder, name, dict(meta)
+        self._folder = folder
+        self._name = name
+        self._meta = dict(meta)
         self._thread = ThreadPoolExecutor(1, "counts")
-        self._taken = self._left_out = 0  # written to by the engine thread
-        self._written = self._failed = 0  # written to by the other
-        self._said_left_out = self._said_failed = False  # each by its own thread
+        # Written by the engine thread.
+        self._accepted = 0
+        self._dropped = 0
+        self._warned_of_drops = False
+        # Written by the disk thread.
+        self._written = 0
+        self._failed = 0
+        self._warned_of_failures = False
 
     @property
     def written(self) -> int:
+        """Windows written since start."""
         return self._written
 
     @property
     def lost(self) -> int:
-        """Windows that could not be written."""
-        return self._failed + self._left_out
+        """Windows dropped, or not written because of an error, since start."""
+        return self._failed + self._dropped
 
     def write(self, window: ClosedWindow) -> None:
-        """Have the window written soon; returns at once."""
-        if self._taken - self._written - self._failed >= MAX_PENDING:
-            self._left_out += 1
-            if not self._said_left_out:
-                _log.warning("windows from step %d on are left out: the disk is too slow", window.step)
-                self._said_left_out = True
+        """Queue the window for writing and return immediately. Only the engine thread may call this."""
+        if self._accepted - self._written - self._failed >= MAX_PENDING:
+            self._dropped += 1
+            if not self._warned_of_drops:
+                _log.warning("windows from step %d on are dropped: the disk is too slow", window.step)
+                self._warned_of_drops = True
             return
-        self._said_left_out = False
-        self._taken += 1
+        self._warned_of_drops = False
+        self._accepted += 1
         self._thread.submit(self._write, window)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until the queued windows are written."""
         self._thread.shutdown()
 
     def _write(self, window: ClosedWindow) -> None:
@@ -63,43 +73,43 @@ class CountsDump:
         path = self._folder / f"{self._name}-{window.step:09d}.npz"
         try:
             save_counts(path, window.counts_LSE, window.slot_of_expert_LE, meta)
-        except Exception as error:  # whatever it is, serving goes on
+        except Exception as error:  # serving goes on without the file
             self._failed += 1
-            if not self._said_failed:
+            if not self._warned_of_failures:
                 _log.warning("windows from step %d on are lost: %s cannot be written: %s", window.step, path, error)
-                self._said_failed = True
+                self._warned_of_failures = True
         else:
             self._written += 1
-            if self._said_failed:
+            if self._warned_of_failures:
                 _log.warning("windows are written again from step %d on; %d were lost", window.step, self._failed)
-                self._said_failed = False
-
-
-_log = logging.getLogger(__name__)
+                self._warned_of_failures = False
 
 
 class PlacementState:
-    """A file that follows the placement, written on a thread of its own."""
+    """Keeps the current placement in a file, for the next start."""
 
     def __init__(self, path: Path, model: ModelConfig, mesh: MeshConfig) -> None:
-        """Raises ValueError for a file that holds no placement of this model and mesh, OSError for a folder that
-        cannot be made."""
+        """Read the file if it exists, and create its folder if not.
+
+        Raises ValueError if the file holds no placement of this model and mesh, OSError if the folder cannot be
+        created. ``found_LE``: the placement that the file held; None if there was no file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.found_LE = load_placement_of(path, model, mesh) if path.exists() else None
-        """What the file held; None if there was none."""
-        self._path, self._meta = path, {"ranks": mesh.ranks}
+        self._path = path
+        self._meta = {"ranks": mesh.ranks}
         self._thread = ThreadPoolExecutor(1, "placement-state")
 
     def keep(self, slot_of_expert_LE: np.ndarray) -> None:
-        """Write this placement soon; it must not change any more. For the engine thread: returns at once."""
+        """Queue a placement for writing and return immediately. The array must not change any more."""
         self._thread.submit(self._write, slot_of_expert_LE)
 
     def close(self) -> None:
-        """Wait until the last one is written."""
+        """Wait until the queued placements are written."""
         self._thread.shutdown()
 
     def _write(self, slot_of_expert_LE: np.ndarray) -> None:
         try:
             save_placement(self._path, slot_of_expert_LE, self._meta)
-        except Exception as error:  # whatever it is, serving goes on
+        except Exception as error:  # serving goes on without the file
             _log.warning("the placement is not kept: %s cannot be written: %s", self._path, error)

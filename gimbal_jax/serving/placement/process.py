@@ -1,4 +1,4 @@
-"""Placement decisions in a process of their own: on a thread they would hold Python's lock while a tick wants it."""
+"""Placement decisions in a child process. On a thread they would hold Python's lock while a tick needs it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from gimbal_jax.serving.placement import child as placement_child
 
 
 class PlacementProcess(Executor):
-    """Runs one decision at a time in a child process, which starts with the first one and ends with this process.
+    """Runs calls one at a time in a child process.
 
-    Functions must be importable, arguments and results picklable. What a call raises comes back as a RuntimeError. If
-    the child dies, so does the call that it was at, and the next one gets a new child.
+    The child starts with the first call and ends with this process. Functions must be importable, and arguments and
+    results picklable. If a call raises, its future raises RuntimeError with the same message. If the child dies, the
+    call in flight fails with RuntimeError and the next call starts a new child.
     """
 
     def __init__(self) -> None:
+        # The thread waits for the child's answers. Only this thread starts a child.
         self._thread = ThreadPoolExecutor(1, "placement")
-        """Waits for the child; the only one that starts it."""
         self._child: subprocess.Popen[bytes] | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue a call for the child."""
         return self._thread.submit(self._run, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the child at once, and the call in flight with it; always waits."""
+        """Kill the child, which fails the call in flight, and wait until it has ended. ``wait`` has no effect."""
         if self._child is not None:
             self._child.kill()
         self._thread.shutdown(cancel_futures=cancel_futures)
@@ -37,8 +39,9 @@ class PlacementProcess(Executor):
             _end(self._child)
 
     def _run(self, *call: Any) -> Any:
+        """Send a call to the child and return its result."""
         message = pickle.dumps(call)
-        child = self._living_child()
+        child = self._running_child()
         assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write(message)
@@ -50,23 +53,24 @@ class PlacementProcess(Executor):
             raise RuntimeError(error)
         return result
 
-    def _living_child(self) -> subprocess.Popen[bytes]:
+    def _running_child(self) -> subprocess.Popen[bytes]:
+        """Return the child; start a new one if there is none or it has died."""
         if self._child is None or self._child.poll() is not None:
             if self._child is not None:
                 _end(self._child)
-            # -P: the folder of this file has modules named like others.
+            # -P keeps the folder of the program out of sys.path: its modules have names of others.
             command = [sys.executable, "-P", placement_child.__file__]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._child.stdin is not None
-            self._child.stdin.write(pickle.dumps(sys.path))  # goes out with its first call
+            self._child.stdin.write(pickle.dumps(sys.path))  # sent with the first call
         return self._child
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Its exit code; kills it if it lives."""
+    """Kill the child if it is alive, close its pipes, and return its exit code."""
     child.kill()
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # what was not sent yet
+        with contextlib.suppress(BrokenPipeError):  # bytes that were not sent yet
             pipe.close()
     return child.wait()

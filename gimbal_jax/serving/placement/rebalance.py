@@ -1,257 +1,288 @@
-"""The placement loop of a server: count traffic, decide beside the engine thread, move experts between steps."""
+"""The placement loop: close windows of expert traffic, decide on a placement, move experts between steps."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.exceptions import DevicesLost
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.scheduler.placement import Proposal, propose
-from gimbal_jax.scheduler.traffic import expert_pressure_S, smooth_windows
+from gimbal_jax.scheduler.placement import propose
+from gimbal_jax.scheduler.traffic import smooth_windows
 from gimbal_jax.serving.engine.runner import Runner
 from gimbal_jax.serving.placement.decision import (
     Decision,
-    PlacementStats,
     Propose,
     decide,
-    placement_stats,
+    failed_decision,
     relative_gain,
     rounds_between,
 )
-from gimbal_jax.serving.placement.expert_counts import StepCounts
-from gimbal_jax.serving.placement.records import Outcome, PlacementRecord, PlacementTotals
+from gimbal_jax.serving.placement.records import (
+    ClosedWindow,
+    Outcome,
+    PlacementRecord,
+    PlacementStatus,
+    PlacementTotals,
+)
+from gimbal_jax.serving.placement.traffic import ExpertTraffic
 
 RECORDS = 100
 """Placement decisions kept for clients."""
 
 
-def move_to(runner: Runner, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> None:
-    """Bring a runner that no server uses yet to this placement."""
+class WindowListener(Protocol):
+    """Receives every closed window."""
+
+    @property
+    def written(self) -> int:
+        """Windows written since start."""
+
+    @property
+    def lost(self) -> int:
+        """Windows lost since start."""
+
+    def write(self, window: ClosedWindow) -> None:
+        """Take a window. The engine thread calls this, so it must return immediately."""
+
+
+def apply_placement(runner: Runner, slot_of_expert_LE: np.ndarray, config: ServerConfig) -> None:
+    """Migrate a runner to this placement, before a server uses the runner."""
     for layer, moves in rounds_between(runner.slot_of_expert_LE, slot_of_expert_LE, config):
         runner.migrate(layer, moves)
 
 
-@dataclass(frozen=True, eq=False)
-class ClosedWindow:
-    """A window as it was counted."""
+@dataclass(frozen=True)
+class Counting:
+    """Steps are counted until the window is full or a decision is asked for."""
 
-    counts_LSE: np.ndarray
-    slot_of_expert_LE: np.ndarray
-    """The placement in force at its end."""
-    steps: int
-    step: int
-    """The server's step at its end."""
-    time: float
+
+@dataclass(frozen=True, eq=False)
+class Deciding:
+    """The executor decides on a placement."""
+
+    decision: Future[Decision]
+
+
+@dataclass(frozen=True, eq=False)
+class Migrating:
+    """Experts move to the placement that was decided on."""
+
+    record: PlacementRecord
+    """The decision, with outcome "migrating"."""
+    rounds: deque[tuple[int, Round]]
+    """Rounds that are left, as (MoE layer, round)."""
+    previous_LE: np.ndarray
+    """Placement before the first round."""
 
 
 class Rebalancer:
-    """Traffic, and the placement that follows it. Owned by the engine thread, but for the one decision in flight."""
+    """The placement loop as a state machine: ``Counting``, ``Deciding``, ``Migrating`` and back.
+
+    The engine thread owns it. Only the decision itself runs elsewhere, one at a time, on the executor.
+
+    ``traffic``: all expert traffic of the server; windows are differences of its total.
+    ``window_LSE``: expert tokens of the last closed window; 0 before the first.
+    ``totals``: counters since start.
+    ``windows``: receives every closed window; None if no one wants them.
+    """
 
     def __init__(
         self,
         model: ModelConfig,
         config: ServerConfig,
         runner: Runner,
-        executor: Executor,
+        executor: Executor | None = None,
         policy: Propose | None = None,
-        on_window: Callable[[ClosedWindow], None] | None = None,
+        windows: WindowListener | None = None,
         on_placement: Callable[[np.ndarray], None] | None = None,
     ) -> None:
-        """Decisions are made on ``executor``, one at a time, by ``policy`` or else as the configuration says.
+        """Start counting, with the current placement of ``runner``.
 
-        ``on_window`` and ``on_placement``, which gets each new placement when all its experts have moved, are called on
-        the engine thread and must return at once.
+        ``executor``: runs the decisions; by default a thread. ``close`` shuts it down.
+        ``policy``: decides instead of the configured policy.
+        ``on_placement``: receives each new placement once all its experts have moved. The engine thread calls it, so
+        it must return immediately.
         """
-        self._config, self._runner, self._executor = config, runner, executor
-        self._policy, self._on_window, self._on_placement = policy or propose, on_window, on_placement
-        self._policy_name = getattr(policy, "__name__", "custom") if policy else config.placement.policy
-        self._k = model.experts_per_token
-        shape = (len(model.moe_layers), config.mesh.dp, model.num_experts)
-        self.total_LSE = np.zeros(shape, np.int64)
-        self.window_LSE = np.zeros(shape, np.int64)
-        """Traffic of the last closed window."""
-        self.records: deque[PlacementRecord] = deque(maxlen=RECORDS)
+        self.traffic = ExpertTraffic(model, config, runner)
+        self.window_LSE = np.zeros_like(self.traffic.total_LSE)
         self.totals = PlacementTotals()
-        self.experts_moved = 0
-        self.bytes_moved = 0
-        self.last_rebalance: float | None = None
-        self._open_LSE = np.zeros(shape, np.int64)
-        self._recent_LSE = np.zeros(shape, np.int64)
-        self._smoothed_LSE = np.zeros(shape, np.int64)
-        self._window_steps = config.placement.window_steps
-        self._counts = StepCounts(runner)
-        self._open_steps = self._recent_steps = 0
+        self._config = config
+        self._runner = runner
+        self._executor = executor or ThreadPoolExecutor(1, "placement")
+        self._policy = policy or propose
+        self._policy_name = getattr(policy, "__name__", "custom") if policy else config.placement.policy
+        self.windows = windows
+        self._on_placement = on_placement
+        self._state: Counting | Deciding | Migrating = Counting()
+        self._ended: deque[PlacementRecord] = deque(maxlen=RECORDS)
         self._asked = False
-        self._decision: Future[Decision] | None = None
-        self._rounds: deque[tuple[int, Round]] = deque()
-        self._left_LE: np.ndarray | None = None
-        """The placement that the last one applied came from, until a window has judged that."""
+        # ``traffic.total_LSE`` and ``traffic.counted`` at the start of the open window.
+        self._opened_LSE = np.zeros_like(self.traffic.total_LSE)
+        self._opened_step = 0
+        self._smoothed_LSE = np.zeros_like(self.traffic.total_LSE)
+        # Placement before the last change; kept until one window has measured the change.
+        self._previous_LE: np.ndarray | None = None
 
-    def stepped(self) -> None:
-        """A step was enqueued."""
-        self._counts.enqueued()
-
-    def fetched(self) -> None:
-        """The results of the oldest step in flight were fetched."""
-        self._counts.fetched()
-
-    def ask(self) -> None:
-        """Close the window at the next tick, however short it is."""
-        self._asked = True
-
-    def begin(self, trace_due: bool) -> None:
-        """A tick begins: where steps are in flight, what it will want to know of them is counted with their results."""
-        if self._counts.in_flight and (trace_due or self._closes_next):
-            self._counts.begin()
-
-    def tick(self, now: float, step: int) -> None:
-        """Between two steps: move some experts, take in a decision, close the window."""
-        if self._rounds:
-            began = time.perf_counter()
-            self._move(now)
-            self._add(migration_seconds=time.perf_counter() - began)
-        elif self._decision is not None:
-            if self._decision.done():
-                self._take_decision(now, step)
-        elif self._closes_next and self.collect() and (self._asked or self._open_steps >= self._window_steps):
-            self._close_window(now, step)
+    @property
+    def records(self) -> tuple[PlacementRecord, ...]:
+        """The last decisions, oldest first, including the one whose experts are moving."""
+        current = (self._state.record,) if isinstance(self._state, Migrating) else ()
+        return (*self._ended, *current)[-RECORDS:]
 
     @property
     def open_steps(self) -> int:
-        """Steps of the window that is open."""
-        return self._open_steps + self._counts.uncounted
+        """Steps of the open window, including those whose counts are still on the devices."""
+        return self.traffic.enqueued - self._opened_step
 
     @property
-    def _closes_next(self) -> bool:
-        """Whether closing the window is what comes next."""
-        busy = self._rounds or self._decision is not None
-        return not busy and (self._asked or self.open_steps >= self._window_steps)
+    def window_due(self) -> bool:
+        """Whether the window closes as soon as the counts of its steps are collected."""
+        full = self.open_steps >= self._config.placement.window_steps
+        return isinstance(self._state, Counting) and (self._asked or full)
 
-    def collect(self) -> bool:
-        """Add what was counted on the devices, as far as that waits for no step.
+    def ask(self) -> None:
+        """Close the window at the next tick, however short it is. Any thread may call this."""
+        self._asked = True
 
-        False if nothing came in although steps are uncounted: then ``begin`` was too late for it.
-        """
-        if not self._counts.in_flight:
-            self._counts.begin()
-        taken = self._counts.take()
-        if taken is None:
-            return self._counts.uncounted == 0
-        counts_LSE, steps = taken
-        for sums in (self.total_LSE, self._open_LSE, self._recent_LSE):
-            sums += counts_LSE
-        self._open_steps += steps
-        self._recent_steps += steps
-        return True
+    def tick(self, now: float) -> None:
+        """Do the next part of the loop, between two steps."""
+        match self._state:
+            case Migrating() as migrating:
+                self._migrate(migrating, now)
+            case Deciding(decision=future):
+                if future.done():
+                    self._take_decision(future, now)
+            case Counting():
+                if self.window_due and self._collect_window():
+                    self._close_window(now)
 
-    def pressure_S(self) -> np.ndarray:
-        """Expert pressure of each engine in the steps counted since the last call (paper 4.1)."""
-        self.collect()
-        ranks, slots = self._config.mesh.ranks, self._runner.slot_of_expert_LE
-        form = self._config.dispatch.expert_pressure
-        pressure_S = expert_pressure_S(self._recent_LSE, slots, ranks, self._recent_steps, self._k, form)
-        self._recent_LSE[:] = 0
-        self._recent_steps = 0
-        return pressure_S
-
-    def _close_window(self, now: float, step: int) -> None:
-        self.window_LSE, slots_LE = self._open_LSE, self._runner.slot_of_expert_LE
-        if self._on_window is not None:
-            self._on_window(ClosedWindow(self.window_LSE, slots_LE, self._open_steps, step, now))
-        self._open_LSE = np.zeros_like(self.window_LSE)
-        self._open_steps, self._asked = 0, False
-        self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
-        if self._config.mesh.ranks == 1:
-            return  # nothing can move
-        self._decision = self._executor.submit(
-            decide, self._policy, self._smoothed_LSE, slots_LE, self._config, self.window_LSE, self._left_LE
+    def status(self) -> PlacementStatus:
+        """Return a snapshot; call it between ticks."""
+        return PlacementStatus(
+            slot_of_expert_LE=self._runner.slot_of_expert_LE.copy(),
+            window_counts_LSE=self.window_LSE.copy(),
+            total_counts_LSE=self.traffic.total_LSE.copy(),
+            records=self.records,
+            totals=replace(self.totals),
+            windows_written=self.windows.written if self.windows else 0,
+            windows_lost=self.windows.lost if self.windows else 0,
         )
 
-    def _take_decision(self, now: float, step: int) -> None:
-        assert self._decision is not None
-        future, self._decision = self._decision, None
+    def close(self) -> None:
+        """Shut the executor down. A decision that has not begun is cancelled."""
+        self._executor.shutdown(cancel_futures=True)
+
+    def _collect_window(self) -> bool:
+        """Collect counts; return whether the window can close with what is counted now."""
+        if not self.traffic.collect():
+            return False
+        return self._asked or self.traffic.counted - self._opened_step >= self._config.placement.window_steps
+
+    def _close_window(self, now: float) -> None:
+        """Hand the window out, open the next one, and begin a decision."""
+        traffic, slot_LE = self.traffic, self._runner.slot_of_expert_LE
+        self.window_LSE = traffic.total_LSE - self._opened_LSE
+        if self.windows is not None:
+            steps = traffic.counted - self._opened_step
+            self.windows.write(ClosedWindow(self.window_LSE, slot_LE, steps, traffic.fetched, now))
+        self._opened_LSE[:] = traffic.total_LSE
+        self._opened_step = traffic.counted
+        self._asked = False
+        self._smoothed_LSE = smooth_windows(self._smoothed_LSE, self.window_LSE, self._config.placement.smoothing)
+        if self._config.mesh.ranks > 1:  # with one rank nothing can move
+            future = self._executor.submit(
+                decide, self._policy, self._smoothed_LSE, slot_LE, self._config, self.window_LSE, self._previous_LE
+            )
+            self._state = Deciding(future)
+
+    def _take_decision(self, future: Future[Decision], now: float) -> None:
+        """Record a decision that is ready, and begin its moves if it has any."""
+        slot_LE = self._runner.slot_of_expert_LE
         if error := future.exception():
-            as_it_was = placement_stats(self.window_LSE, self._runner.slot_of_expert_LE, self._config.mesh)
-            record = self._record(now, step, "failed", f"decision failed: {error}", as_it_was, as_it_was)
-            self.records.append(record)
-            self._add(failed_decisions=1)
+            self.totals.failed_decisions += 1
+            failed = failed_decision(error, self.window_LSE, slot_LE, self._config.mesh)
+            self._finish(self._record(failed, "failed", now))
             return
         decision = future.result()
-        self._add(kept=int(not decision.rounds), decision_seconds=decision.seconds)
+        self.totals.decision_seconds += decision.seconds
         if decision.achieved_gain is not None:
-            self.totals = replace(self.totals, achieved_gain=decision.achieved_gain)
-            self._left_LE = None
-        outcome: Outcome = "migrating" if decision.rounds else "kept"
-        proposal = decision.proposal
-        record = self._record(now, step, outcome, proposal.reason, decision.before, decision.after, proposal)
-        self.records.append(replace(record, seconds=decision.seconds))
-        self._rounds.extend(decision.rounds)
+            self.totals.achieved_gain = decision.achieved_gain
+            self._previous_LE = None
         if decision.rounds:
-            self._left_LE = self._runner.slot_of_expert_LE
+            self._previous_LE = None
+            self._state = Migrating(self._record(decision, "migrating", now), deque(decision.rounds), slot_LE)
+        else:
+            self.totals.kept += 1
+            self._finish(self._record(decision, "kept", now))
 
-    def _move(self, now: float) -> None:
-        """Run rounds up to the byte budget of a tick, and at least one."""
+    def _migrate(self, migrating: Migrating, now: float) -> None:
+        """Move some experts; the last round applies the placement."""
+        began = time.perf_counter()
+        try:
+            self._run_rounds(migrating.rounds)
+        except DevicesLost:
+            raise
+        except Exception as error:
+            # The table of the last complete round stays, and it is consistent.
+            self.totals.failed_migrations += 1
+            self._finish(replace(migrating.record, outcome="failed", reason=f"migration failed: {error}"))
+        else:
+            if not migrating.rounds:
+                self._complete(migrating, now)
+        self.totals.migration_seconds += time.perf_counter() - began
+
+    def _run_rounds(self, rounds: deque[tuple[int, Round]]) -> None:
+        """Run rounds until the byte budget of a tick is used up, and at least one."""
         moved_bytes = 0
-        while self._rounds and moved_bytes < self._config.placement.migrate_bytes_per_tick:
-            layer, moves = self._rounds.popleft()
-            try:
-                self._runner.migrate(layer, moves)
-            except DevicesLost:
-                raise
-            except Exception as error:
-                # The table of the last complete round stays in force, and it is consistent.
-                self._rounds.clear()
-                self.records[-1] = replace(self.records[-1], outcome="failed", reason=f"migration failed: {error}")
-                self._add(failed_migrations=1)
-                self._left_LE = None
-                return
+        while rounds and moved_bytes < self._config.placement.migrate_bytes_per_tick:
+            layer, moves = rounds.popleft()
+            self._runner.migrate(layer, moves)
             round_bytes = len(moves.src_slot) * self._runner.expert_bytes
             moved_bytes += round_bytes
-            self.bytes_moved += round_bytes
-        if not self._rounds:
-            if self._on_placement is not None:
-                self._on_placement(self._runner.slot_of_expert_LE)
-            self.records[-1] = replace(self.records[-1], outcome="applied")
-            self.experts_moved += self.records[-1].experts_moved
-            self.last_rebalance = now
-            predicted = relative_gain(self.records[-1].cost_before, self.records[-1].cost_after)
-            self._add(applied=1)
-            self.totals = replace(self.totals, predicted_gain=predicted, achieved_gain=None)
+            self.totals.bytes_moved += round_bytes
 
-    def _add(self, **more: float) -> None:
-        self.totals = replace(self.totals, **{name: getattr(self.totals, name) + value for name, value in more.items()})
+    def _complete(self, migrating: Migrating, now: float) -> None:
+        """All experts have moved: notify the listener and count the placement as applied."""
+        if self._on_placement is not None:
+            self._on_placement(self._runner.slot_of_expert_LE)
+        record = migrating.record
+        self._previous_LE = migrating.previous_LE
+        self.totals.applied += 1
+        self.totals.experts_moved += record.experts_moved
+        self.totals.last_rebalance = now
+        self.totals.predicted_gain = relative_gain(record.cost_before, record.cost_after)
+        self.totals.achieved_gain = None
+        self._finish(replace(record, outcome="applied"))
 
-    def _record(
-        self,
-        now: float,
-        step: int,
-        outcome: Outcome,
-        reason: str,
-        before: PlacementStats,
-        after: PlacementStats,
-        proposal: Proposal | None = None,
-    ) -> PlacementRecord:
+    def _finish(self, record: PlacementRecord) -> None:
+        """Keep the record of a decision that has ended, and count the next window."""
+        self._ended.append(record)
+        self._state = Counting()
+
+    def _record(self, decision: Decision, outcome: Outcome, now: float) -> PlacementRecord:
+        proposal, before, after = decision.proposal, decision.before, decision.after
         return PlacementRecord(
             time=now,
-            step=step,
+            step=self.traffic.fetched,
             policy=self._policy_name,
             outcome=outcome,
-            reason=reason,
-            cost_before=proposal.cost_before if proposal else 0.0,
-            cost_after=proposal.cost_after if proposal else 0.0,
+            reason=proposal.reason,
+            cost_before=proposal.cost_before,
+            cost_after=proposal.cost_after,
             imbalance_before=before.imbalance,
             imbalance_after=after.imbalance,
             remote_share_before=before.remote_share,
             remote_share_after=after.remote_share,
             far_share_before=before.far_share,
             far_share_after=after.far_share,
-            experts_moved=proposal.experts_moved if proposal and proposal.apply else 0,
-            seconds=0.0,
+            experts_moved=proposal.experts_moved if proposal.apply else 0,
+            seconds=decision.seconds,
         )

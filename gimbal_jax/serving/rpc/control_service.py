@@ -1,4 +1,4 @@
-"""gimbal.v1.Control over a Frontend: the records of the loop, as they are."""
+"""The gRPC service gimbal.v1.Control: placement, traffic, traces, decisions and status of a server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import grpc
 
 from gimbal_jax.protos import control_pb2 as pb
 from gimbal_jax.protos import control_pb2_grpc as pb_grpc
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.core.status import Status
 from gimbal_jax.serving.frontend.frontend import Frontend
 
@@ -19,18 +20,18 @@ type Context = grpc.aio.ServicerContext
 
 
 class ControlService(pb_grpc.ControlServicer):
-    """Reads the core's status and the dispatcher's memory; changes nothing but by ``Rebalance``."""
+    """Answers from the core's status and the dispatcher's records. Only ``Rebalance`` changes anything."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, core: EngineCore, frontend: Frontend) -> None:
+        self._core = core
         self._frontend = frontend
-        self._core = frontend.core
 
     async def _status(self) -> Status:
-        # It copies arrays, and may wait for the engine thread.
+        # In a thread, because it copies arrays and may wait for the engine thread.
         return await asyncio.to_thread(self._core.status)
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.GetPlacementResponse:
-        slot_of_expert_LE = (await self._status()).slot_of_expert_LE
+        slot_of_expert_LE = (await self._status()).placement.slot_of_expert_LE
         layers, experts = slot_of_expert_LE.shape
         mesh = self._core.config.mesh
         return pb.GetPlacementResponse(
@@ -42,9 +43,9 @@ class ControlService(pb_grpc.ControlServicer):
         )
 
     async def GetCounts(self, request: pb.GetCountsRequest, context: Context) -> pb.GetCountsResponse:
-        status = await self._status()
+        placement = (await self._status()).placement
         total = request.scope == pb.GetCountsRequest.TOTAL
-        counts_LSE = status.total_counts_LSE if total else status.window_counts_LSE
+        counts_LSE = placement.total_counts_LSE if total else placement.window_counts_LSE
         layers, sources, experts = counts_LSE.shape
         return pb.GetCountsResponse(
             layers=layers, sources=sources, experts=experts, counts_LSE=counts_LSE.ravel().tolist()
@@ -67,7 +68,7 @@ class ControlService(pb_grpc.ControlServicer):
             )
             for record in itertools.islice(recent, skipped, None)
         ]
-        placements = [pb.Placement(**asdict(record)) for record in (await self._status()).placements]
+        placements = [pb.Placement(**asdict(record)) for record in (await self._status()).placement.records]
         return pb.GetDecisionsResponse(now=self._frontend.clock(), dispatches=dispatches, placements=placements)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
@@ -76,20 +77,11 @@ class ControlService(pb_grpc.ControlServicer):
             now=self._frontend.clock(),
             state=status.state,
             error=status.error,
-            step=status.step,
-            tokens_computed_S=status.tokens_computed_S,
-            free_pages_S=status.free_pages_S,
-            preemptions=status.preemptions,
-            experts_moved=status.experts_moved,
-            bytes_moved=status.bytes_moved,
-            compiles_after_warmup=status.compiles_after_warmup,
-            last_rebalance=status.last_rebalance,
             active_requests=self._frontend.active,
             central_queue=self._core.central_queue,
-            prefix_queries_S=status.prefix_queries_S,
-            prefix_hits_S=status.prefix_hits_S,
-            cached_pages_S=status.cached_pages_S,
-            phases=[pb.Phase(**asdict(phase)) for phase in status.phases],
+            engines=[pb.EngineStatus(**asdict(engine)) for engine in status.engines],
+            steps=pb.StepStatus(**asdict(status.steps)),
+            placement=pb.PlacementTotals(**asdict(status.placement.totals)),
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceResponse:

@@ -1,4 +1,4 @@
-"""vllm.grpc.engine.VllmEngine over a Frontend: the protocol that the smg gateway speaks."""
+"""The gRPC service vllm.grpc.engine.VllmEngine: the protocol of the smg gateway."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from gimbal_jax.exceptions import NotServing, Precondition, require
-from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.frontend.choices import Generation, Piece, run_choices
+from gimbal_jax.serving.core.core import EngineCore
+from gimbal_jax.serving.engine.request import TokenDelta, TokenLogprobs
+from gimbal_jax.serving.frontend.choices import Generation, run_choices
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.rpc.calls import Context, answering, input_logprobs, output_logprobs
 from gimbal_jax.serving.rpc.interceptors import origin_of
@@ -39,13 +40,13 @@ from gimbal_jax.version import __version__
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 64 * 1024
-"""Archive bytes per message of GetTokenizer."""
+"""Most archive bytes in one message of GetTokenizer."""
 FLUSH_S = 5.0
-"""Time for an idle engine to say that its cache is empty."""
+"""Seconds that idle engines have to empty their prefix caches."""
 
 
 class Profiler(Protocol):
-    """Records what host and devices do (``profiler.Profiler``). Either call may take seconds."""
+    """Recorder of host and device activity (``profiler.Profiler``). Either call may take seconds."""
 
     def start(self, request: common_pb2.StartProfileRequest) -> common_pb2.ProfileResponse: ...
 
@@ -53,26 +54,31 @@ class Profiler(Protocol):
 
 
 @dataclass
-class _Collected:
-    """All news of one choice, for its last message."""
+class _Output:
+    """Everything that one choice has brought so far, for its last message."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
 
-    def add(self, piece: Piece) -> None:
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
-        self.cached_tokens += piece.cached_tokens
+    def add(self, delta: TokenDelta) -> None:
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.cached_tokens += delta.cached_tokens
 
 
 class EngineService(pb_grpc.VllmEngineServicer):
-    """``new_seed`` gives a uint32 for each request without a seed; ``wall_clock`` is Unix time in seconds."""
+    """Serves requests through the frontend, and facts about the model, the engines and their caches.
+
+    ``new_seed`` returns a uint32 for each request without a seed. ``wall_clock`` is Unix time in seconds. Without
+    ``constraints`` or ``profiler``, requests that need them are rejected.
+    """
 
     def __init__(
         self,
+        core: EngineCore,
         frontend: Frontend,
         files: ModelFiles,
         new_seed: Callable[[], int],
@@ -80,47 +86,49 @@ class EngineService(pb_grpc.VllmEngineServicer):
         constraints: Constraints | None = None,
         profiler: Profiler | None = None,
     ) -> None:
+        self._core = core
         self._frontend = frontend
-        self._core = frontend.core
         self._files = files
-        self._limits = Limits(self._core.model, self._core.config, files.tokenizer, constraints, new_seed)
+        self._limits = Limits(core.model, core.config, files.tokenizer, constraints, new_seed)
         self._wall_clock = wall_clock
         self._profiler = profiler
         self._start = frontend.clock()
         self._last_receive = 0.0
-        self._kv_events = KvEvents(frontend.prefixes, frontend.page_log, self._core.config, frontend.clock, wall_clock)
+        self._kv_events = KvEvents(frontend.prefixes, frontend.page_log, core.config, frontend.clock, wall_clock)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         self._last_receive = self._wall_clock()
         async with answering(context):
             priority = parse_priority(context.invocation_metadata() or (), self._core.config.queue.policy)
             parse = functools.partial(parse_generate, request, self._limits)
-            # The other streams go on meanwhile.
+            # A thread keeps slow parsing from delaying the other streams.
             generation = await asyncio.to_thread(parse) if is_slow(request) else parse()
             await self._generate(request, generation, priority, context)
 
     async def _generate(
         self, request: pb.GenerateRequest, generation: Generation, priority: int, context: Context
     ) -> None:
+        """Write the chunks of a request, and the last message of each choice."""
         new_decoder = None
-        if generation.stops:  # nothing else here needs the text
+        if generation.stops:  # only stop strings need the text, clients decode for themselves
             assert self._files.tokenizer is not None
             new_decoder = functools.partial(self._files.tokenizer.decoder, generation.skip_special_tokens)
         request_id = request.request_id or uuid.uuid4().hex
-        collected = [_Collected() for _ in range(generation.n)]
-        pieces = run_choices(
+        outputs = [_Output() for _ in range(generation.n)]
+        deltas = run_choices(
             self._frontend, request_id, generation, new_decoder, priority=priority, origin=origin_of(context)
         )
-        # Leaving the block, by an end or by the client's cancellation, frees the request's pages.
-        async with contextlib.aclosing(pieces):
-            async for index, piece in pieces:
-                is_first = not collected[index].token_ids
-                collected[index].add(piece)
-                if request.stream and piece.token_ids:
-                    chunk = _chunk(index, piece, collected[index], generation, is_first)
+        # Leaving the block cancels what still runs, also if the client has cancelled the call.
+        async with contextlib.aclosing(deltas):
+            async for index, delta in deltas:
+                output = outputs[index]
+                is_first = not output.token_ids
+                output.add(delta)
+                if request.stream and delta.token_ids:
+                    chunk = _chunk(index, delta, output, generation, is_first)
                     await context.write(pb.GenerateResponse(chunk=chunk))
-                if piece.finish_reason is not None:
-                    complete = _complete(index, piece, collected[index], generation)
+                if delta.finish_reason is not None:
+                    complete = _complete(index, delta, output, generation)
                     await context.write(pb.GenerateResponse(complete=complete))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -222,6 +230,7 @@ class EngineService(pb_grpc.VllmEngineServicer):
             return common_pb2.FlushCacheResponse(success=success, message=message)
 
     async def _flush(self, timeout_s: float) -> tuple[bool, str]:
+        """Flush the prefix caches once no request runs, and return success and a message."""
         if not self._core.config.engine.prefix_cache:
             return True, "there is no prefix cache: nothing is kept between requests"
         frontend = self._frontend
@@ -265,36 +274,39 @@ class EngineService(pb_grpc.VllmEngineServicer):
 
 
 async def _unimplemented(context: Context, text: str) -> NoReturn:
+    """End a call with UNIMPLEMENTED."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
     raise AssertionError("abort raises")
 
 
 def _chunk(
-    index: int, piece: Piece, collected: _Collected, generation: Generation, is_first: bool
+    index: int, delta: TokenDelta, output: _Output, generation: Generation, is_first: bool
 ) -> pb.GenerateStreamChunk:
+    """Return the message of new tokens."""
     sampling, prompt = generation.sampling, generation.prompt
     return pb.GenerateStreamChunk(
         index=index,
-        token_ids=piece.token_ids,
+        token_ids=delta.token_ids,
         prompt_tokens=len(prompt),
-        completion_tokens=len(collected.token_ids),
-        cached_tokens=collected.cached_tokens,
-        output_logprobs=output_logprobs(piece.token_ids, piece.logprobs, sampling.logprobs),
-        input_logprobs=input_logprobs(prompt, piece.prompt_logprobs, sampling.prompt_logprobs) if is_first else None,
+        completion_tokens=len(output.token_ids),
+        cached_tokens=output.cached_tokens,
+        output_logprobs=output_logprobs(delta.token_ids, delta.logprobs, sampling.logprobs),
+        input_logprobs=input_logprobs(prompt, delta.prompt_logprobs, sampling.prompt_logprobs) if is_first else None,
     )
 
 
-def _complete(index: int, last: Piece, collected: _Collected, generation: Generation) -> pb.GenerateComplete:
+def _complete(index: int, last: TokenDelta, output: _Output, generation: Generation) -> pb.GenerateComplete:
+    """Return the last message of a choice, which repeats all its tokens."""
     sampling, prompt = generation.sampling, generation.prompt
     return pb.GenerateComplete(
         index=index,
-        output_ids=collected.token_ids,
+        output_ids=output.token_ids,
         finish_reason=last.finish_reason,
         prompt_tokens=len(prompt),
-        completion_tokens=len(collected.token_ids),
-        cached_tokens=collected.cached_tokens,
-        output_logprobs=output_logprobs(collected.token_ids, collected.logprobs, sampling.logprobs),
-        input_logprobs=input_logprobs(prompt, collected.prompt_logprobs, sampling.prompt_logprobs),
+        completion_tokens=len(output.token_ids),
+        cached_tokens=output.cached_tokens,
+        output_logprobs=output_logprobs(output.token_ids, output.logprobs, sampling.logprobs),
+        input_logprobs=input_logprobs(prompt, output.prompt_logprobs, sampling.prompt_logprobs),
         matched_token_id=last.stop if isinstance(last.stop, int) else None,
         matched_stop_str=last.stop if isinstance(last.stop, str) else None,
     )

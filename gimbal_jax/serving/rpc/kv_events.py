@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 
 from gimbal_jax.config import ServerConfig
 from gimbal_jax.exceptions import FellBehind, NotKept
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
 
 CHUNK_PAGES = 512
@@ -101,7 +101,7 @@ def block_hash(page_hash: bytes) -> int:
     return int.from_bytes(page_hash[:8], "big", signed=True)
 
 
-def _events(news: PageNews, page_size: int) -> list[pb.KvCacheEvent]:
+def _events(news: CacheEvents, page_size: int) -> list[pb.KvCacheEvent]:
     events = []
     if news.removed:
         removed = pb.KvBlocksRemoved(block_hashes=map(block_hash, news.removed))

@@ -1,4 +1,4 @@
-"""The gRPC server of one process: its services, who may call them, and its life from start to drain."""
+"""The gRPC server of one process, from start to drain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2_grpc
 from gimbal_jax.scheduler.dispatch import Choose, choose_engine
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
 from gimbal_jax.serving.gateway.gateway import Gateway, is_own_peer
@@ -33,17 +33,17 @@ from gimbal_jax.serving.text.grammar import Constraints
 
 SERVICES = (engine_service.SERVICE, control_service.SERVICE)
 LIMITED = (f"/{engine_service.SERVICE}/Generate",)
-"""Methods whose calls are a client's requests."""
+"""Methods whose calls count as a client's streams."""
 STATE_PERIOD_S = 0.05
-"""The core's state is looked at this often."""
+"""Seconds between two reads of the core's state."""
 CLOSE_S = 1.0
-"""Time for the last messages to reach clients, after every request has ended."""
+"""Seconds that the last messages have to reach clients, after every request has ended."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(
-    core: Server,
+    core: EngineCore,
     files: ModelFiles,
     network: NetworkConfig,
     stop: asyncio.Event,
@@ -53,21 +53,28 @@ async def serve(
     observers: Sequence[Callable[[RequestRecord], None]] = (),
     gateway: Gateway | None = None,
     profiler: engine_service.Profiler | None = None,
-    started: Callable[[int], None] = lambda port: None,
+    started: Callable[[int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     new_seed: Callable[[], int] = lambda: random.getrandbits(32),
     dispatch_policy: Choose = choose_engine,
 ) -> None:
-    """Serve until ``stop`` is set, then drain: new requests are refused, and the
-    live ones have ``drain_timeout_s`` to end, after which they end with UNAVAILABLE.
-    When the core has failed all requests end so at once, and this returns by itself.
+    """Serve until ``stop`` is set, then drain.
 
-    ``started`` is told the port when it is open. Health follows the core's state, so the core may still be
-    warming up, and the gateway's. ``operators`` is host and port of the operators' HTTP. ``observers`` get the
-    record of every request that ended, on the event loop. ``gateway`` runs meanwhile; clients use ``profiler``.
-    ``clock`` must be the core's own; ``dispatch_policy`` may be yours, in place of the configured one.
-    Raises ValueError where keys or certificates are no good, OSError where a port is taken.
+    While it drains, new requests are rejected. Running ones have ``drain_timeout_s`` seconds to end, and then fail with
+    UNAVAILABLE. If the core fails, all requests fail with UNAVAILABLE immediately, and this function returns.
+
+    core: the engines; they may still warm up, since the health service follows their state and the gateway's.
+    operators: host and port of the operators' HTTP; None for none.
+    observers: functions that get the record of every sequence that ended, on the event loop.
+    gateway: HTTP gateway to run meanwhile; None for none.
+    profiler: profiler for clients; None rejects profiles.
+    started: function that gets the port once it is open; None for none.
+    clock: the core's monotonic clock, in seconds. wall_clock: Unix time, in seconds.
+    new_seed: function that returns a uint32 for each request without a seed.
+    dispatch_policy: a dispatch rule of your own in place of the configured one.
+
+    Raises ValueError for invalid keys or certificates, and OSError for a port that is taken.
     """
     keys = load_keys(network.api_keys) if network.api_keys is not None else None
     access = Access(keys, LIMITED, network.max_streams_per_client, wall_clock)
@@ -76,16 +83,16 @@ async def serve(
     for warning in warnings(network):
         _log.warning("%s", warning)
 
-    told = [*observers]
-    frontend = Frontend(core, clock, dispatch_policy, _tell(told))
+    listeners = [*observers]  # the operators' views follow below
+    frontend = Frontend(core, clock, dispatch_policy, _notify_all(listeners))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     constraints = None
     if files.tokenizer is not None:
         constraints = Constraints(files.tokenizer.json, core.model.vocab_size, core.model.eos_token_ids)
-    engine = engine_service.EngineService(frontend, files, new_seed, wall_clock, constraints, profiler)
+    engine = engine_service.EngineService(core, frontend, files, new_seed, wall_clock, constraints, profiler)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
-    control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(frontend), server)
+    control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(core, frontend), server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     servers = [server]
 
@@ -96,7 +103,7 @@ async def serve(
         stack.callback(frontend.close)
         if operators is not None:
             live, histograms = LiveView(frontend, files.name), RequestHistograms(core.config)
-            told += [live.observe, histograms.observe]
+            listeners += [live.observe, histograms.observe]
             stack.enter_context(serve_operators(frontend, live, histograms, *operators, ready))
         await _set_health(health_servicer, ready())
         follow = _follow_core(core, frontend, health_servicer, ready)
@@ -108,12 +115,13 @@ async def serve(
                 await own_server.start()
                 tasks.append(asyncio.create_task(_run_gateway(gateway, own_port, core)))
             await server.start()
-            started(port)
+            if started is not None:
+                started(port)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises what went wrong
+                task.result()  # raises the error of a task that failed
             await health_servicer.enter_graceful_shutdown()
-            frontend.refuse("the server is draining")
+            frontend.reject_new("the server is draining")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(frontend.idle.wait(), drain_timeout_s)
         finally:
@@ -122,11 +130,11 @@ async def serve(
             await asyncio.gather(*(server.stop(CLOSE_S) for server in servers))
 
 
-def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[RequestRecord], None]:
-    """Tells all observers; requests go on whatever these do. Of each that fails the first failure is logged."""
+def _notify_all(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[RequestRecord], None]:
+    """Return a function that calls all observers. It logs the first exception of each, and ignores later ones."""
     failed = set()
 
-    def tell(record: RequestRecord) -> None:
+    def notify(record: RequestRecord) -> None:
         for index, observe in enumerate(observers):
             try:
                 observe(record)
@@ -135,11 +143,11 @@ def _tell(observers: Sequence[Callable[[RequestRecord], None]]) -> Callable[[Req
                     _log.exception("an observer of ended requests failed; later failures of it are not logged")
                 failed.add(index)
 
-    return tell
+    return notify
 
 
-async def _run_gateway(gateway: Gateway, port: int, core: Server) -> None:
-    """From the end of warm-up: a gateway that saw its server not healthy would believe it for a while."""
+async def _run_gateway(gateway: Gateway, port: int, core: EngineCore) -> None:
+    """Run the gateway after warm-up. A gateway that finds its server unhealthy would not ask again for a while."""
     while core.state == "warming":
         await asyncio.sleep(STATE_PERIOD_S)
     await gateway.run(port)
@@ -148,7 +156,7 @@ async def _run_gateway(gateway: Gateway, port: int, core: Server) -> None:
 def _server_of_gateway(
     engine: engine_service.EngineService, network: NetworkConfig, clock: Callable[[], float]
 ) -> tuple[grpc.aio.Server, int]:
-    """A plain port on loopback for our own gateway alone, which can neither send a key nor speak TLS."""
+    """Return a server for our own gateway, and its loopback port. The gateway cannot send a key or speak TLS."""
     access = OwnProcesses(lambda peer: is_own_peer(peer, port), clock)
     server = grpc.aio.server(interceptors=(access,), options=local_options(network))
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server)
@@ -157,9 +165,9 @@ def _server_of_gateway(
 
 
 async def _follow_core(
-    core: Server, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
+    core: EngineCore, frontend: Frontend, servicer: health.aio.HealthServicer, ready: Callable[[], bool]
 ) -> None:
-    """Health shows whether the server is ready. Returns when the core has ended, and then no stream waits for ever."""
+    """Set the health service by ``ready`` until the core ends, and then end all streams."""
     while core.state not in ("failed", "stopped"):
         await _set_health(servicer, ready())
         await asyncio.sleep(STATE_PERIOD_S)

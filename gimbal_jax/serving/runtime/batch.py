@@ -1,4 +1,4 @@
-"""From the plans of all engines to the arrays of one step, and back to each engine's next tokens."""
+"""Plans of all engines to the arrays of one step, and its outputs back to each engine's results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gimbal_jax.model.inputs import (
     RareInputs,
     StepOutputs,
     StepShape,
+    empty_inputs,
+    sampling_block,
     unpack,
-    unused,
 )
-from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Chunk, Plan, StepResult
+from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Chunk, DecodeRows, Plan, StepResult, pack_sampling
 from gimbal_jax.serving.engine.request import TokenLogprobs
 
 
 def step_buckets(config: EngineConfig, tp: int) -> tuple[Bucket, ...]:
-    """The shapes to compile at warm-up, by rising number of token places; any plan of an engine fits the last.
+    """Return the shapes to compile at warm-up, by rising number of token places. Every plan fits the last one.
 
-    On a CPU (8 layers, hidden size 512) 4 rows that decode take 1.4 times as long in 8 places, and 8 rows 1.1 times in
-    16 and 1.3 times in 32; beside 128 prefill tokens 8 rows take 1.15 times as long in 32 places.
-    Each bucket's token places divide by ``tp``, because every rank owns an equal share of them.
-    ValueError if that cannot be.
+    On a CPU (8 layers, hidden size 512) 4 decode rows take 1.4 times as long in 8 places. 8 decode rows take 1.1 times
+    as long in 16 places and 1.3 times in 32, and together with 128 prefill tokens 1.15 times in 32.
+    ``tp`` divides each bucket's token places, because every rank owns an equal share. ValueError if it cannot.
     """
     if config.tile % tp:
         raise ValueError(f"tile must be a multiple of tp: tile {config.tile}, tp {tp}")
@@ -49,18 +49,18 @@ def step_buckets(config: EngineConfig, tp: int) -> tuple[Bucket, ...]:
 
 
 def bucket_for(plans: Sequence[Plan], buckets: Sequence[Bucket]) -> Bucket:
-    """The first bucket that all plans fit into."""
+    """Return the first bucket that all plans fit into."""
     rows = max(len(plan.decode) for plan in plans)
     tiles = max(plan.tiles for plan in plans)
     return next((d, n) for d, n in buckets if d >= rows and n >= tiles)
 
 
-_UNUSED = {"suppress_SRK": -1, "bias_ids_SRK": -1, "allowed_SRW": -1, "repetition_SR": 1}
-"""What rare inputs hold where nobody asks for anything, if not 0: all bits are set, and a penalty of 1 is none."""
+DEFAULTS = {"suppress_SRK": -1, "bias_ids_SRK": -1, "allowed_SRW": -1, "repetition_SR": 1}
+"""Value of each rare input that no request sets; 0 for the others. -1 allows all tokens, a penalty of 1 is none."""
 
 
-def blank(config: EngineConfig, vocab_size: int, engines: int) -> RareInputs:
-    """Rare inputs that ask for nothing."""
+def default_rare_inputs(config: EngineConfig, vocab_size: int, engines: int) -> RareInputs:
+    """Return the rare inputs of a step in which no request sets any."""
     rows = (engines, config.max_rows)
     shapes: dict[str, tuple[tuple[int, ...], type]] = {
         "suppress_SRK": ((*rows, MAX_STOP_IDS), np.int32),
@@ -77,70 +77,61 @@ def blank(config: EngineConfig, vocab_size: int, engines: int) -> RareInputs:
         "penalises": ((), np.bool_),
         "want_targets": ((), np.bool_),
     }
-    return RareInputs(**{name: np.full(shape, _UNUSED.get(name, 0), kind) for name, (shape, kind) in shapes.items()})
+    return RareInputs(**{name: np.full(shape, DEFAULTS.get(name, 0), kind) for name, (shape, kind) in shapes.items()})
 
 
-def stack(plans: Sequence[Plan], shape: StepShape, blank: RareInputs) -> tuple[np.ndarray, RareInputs]:
-    """Lay out one plan per engine: packed inputs [S, X], and rare ones.
+def pack_step(plans: Sequence[Plan], shape: StepShape, defaults: RareInputs) -> tuple[np.ndarray, RareInputs]:
+    """Return one plan per engine as arrays: packed inputs [S, X], and rare inputs.
 
-    What nobody asks for is passed on from ``blank``, wherever its arrays are. No Python runs for each decode row.
+    Rare inputs that no request sets are those of ``defaults``, wherever these arrays are. No Python runs for each
+    decode row.
     """
-    packed_SX = unused(len(plans), shape)
-    parts = unpack(packed_SX, shape)
+    packed_SX = empty_inputs(len(plans), shape)
+    parts, sampling_SXC = unpack(packed_SX, shape), sampling_block(packed_SX, shape)
     adjusted: list[tuple[tuple[int, int], Adjustment]] = []
     targets: list[tuple[tuple[int, slice], np.ndarray]] = []
     for s, plan in enumerate(plans):
         if len(plan.decode):
-            _put_decode(parts, s, plan)
-            adjusted += [((s, int(plan.decode.row_D[d])), asked) for d, asked in plan.decode.adjustments]
+            _put_decode(parts, sampling_SXC, s, plan.decode)
+            adjusted += [((s, int(plan.decode.row_D[d])), adjustment) for d, adjustment in plan.decode.adjustments]
         sequence, tile = len(plan.decode), 0
         for chunk in plan.prefill:
-            _put_chunk(parts, s, sequence, tile, chunk, shape)
+            _put_chunk(parts, sampling_SXC, s, sequence, tile, chunk, shape)
             if chunk.sampling is not None and chunk.adjustment is not None:
                 adjusted.append(((s, chunk.row), chunk.adjustment))
             if chunk.targets is not None:
                 targets.append(((s, slice(tile * shape.tile, tile * shape.tile + len(chunk.targets))), chunk.targets))
             sequence, tile = sequence + 1, tile + -(-len(chunk.tokens) // shape.tile)
-    return packed_SX, _rare(adjusted, targets, blank) if adjusted or targets else blank
+    return packed_SX, build_rare_inputs(adjusted, targets, defaults) if adjusted or targets else defaults
 
 
-def results_of(outputs: StepOutputs, plan: Plan, engine: int, shape: StepShape) -> StepResult:
-    """What the step gives for one engine's plan. ``outputs`` holds numpy arrays."""
+def unpack_results(outputs: StepOutputs, plan: Plan, engine: int, shape: StepShape) -> StepResult:
+    """Return the results of one engine's plan. ``outputs`` holds numpy arrays."""
     rows = len(plan.decode)
     token_C = outputs.token_SC[engine]
-    wanting = [(d, int(plan.decode.row_D[d])) for d in np.flatnonzero(plan.decode.sampling.logprobs_D >= 0).tolist()]
-    counts = [int(plan.decode.sampling.logprobs_D[d]) for d, _ in wanting]
+
+    # Log probabilities of prompt tokens stand at the tile places of their chunks.
     prompt_logprobs, tile = {}, 0
     for sequence, chunk in enumerate(plan.prefill, rows):
-        finite = token_C[sequence] != NOT_FINITE
-        if chunk.sampling is not None and chunk.sampling.logprobs is not None:
-            wanting.append((sequence, chunk.row))
-            counts.append(chunk.sampling.logprobs)
-        if chunk.targets is not None and finite:
+        if chunk.targets is not None and token_C[sequence] != NOT_FINITE:
             places = np.arange(len(chunk.targets)) + tile * shape.tile
-            found = _token_logprobs(outputs.prompt_logprobs, engine, places, [chunk.target_logprobs] * len(places))
-            prompt_logprobs[chunk.row] = tuple(found)
+            counts = [chunk.target_logprobs] * len(places)
+            prompt_logprobs[chunk.row] = tuple(_token_logprobs(outputs.prompt_logprobs, engine, places, counts))
         tile += -(-len(chunk.tokens) // shape.tile)
+
     logprobs = {}
-    if wanting:
-        found = _token_logprobs(outputs.logprobs, engine, np.array([c for c, _ in wanting]), counts)
+    if plan.logprobs:
+        sequences, _, alternatives = zip(*plan.logprobs, strict=True)
+        found = _token_logprobs(outputs.logprobs, engine, np.array(sequences), alternatives)
         logprobs = {
             row: of_row
-            for (sequence, row), of_row in zip(wanting, found, strict=True)
+            for (sequence, row, _), of_row in zip(plan.logprobs, found, strict=True)
             if token_C[sequence] != NOT_FINITE
         }
     return StepResult(token_C[:rows], token_C[rows : rows + len(plan.prefill)], logprobs, prompt_logprobs)
 
 
-def wants_logprobs(plan: Plan) -> bool:
-    """Whether log probabilities of chosen tokens are among its results."""
-    return bool((plan.decode.sampling.logprobs_D >= 0).any()) or any(
-        chunk.sampling is not None and chunk.sampling.logprobs is not None for chunk in plan.prefill
-    )
-
-
-def _put_decode(parts: PackedInputs, s: int, plan: Plan) -> None:
-    decode = plan.decode
+def _put_decode(parts: PackedInputs, sampling_SXC: np.ndarray, s: int, decode: DecodeRows) -> None:
     rows = slice(len(decode))
     parts.tokens_ST[s, rows] = decode.token_D
     parts.start_SG[s, rows] = decode.start_D
@@ -148,17 +139,19 @@ def _put_decode(parts: PackedInputs, s: int, plan: Plan) -> None:
     parts.last_SC[s, rows] = np.arange(len(decode))
     parts.row_SC[s, rows] = decode.row_D
     parts.page_table_SCM[s, rows, : decode.page_table_DM.shape[1]] = decode.page_table_DM
-    into, of = parts.sampling, decode.sampling
-    into.temperature_SC[s, rows] = of.temperature_D
-    into.top_k_SC[s, rows] = of.top_k_D
-    into.top_p_SC[s, rows] = of.top_p_D
-    into.min_p_SC[s, rows] = of.min_p_D
-    into.seed_SC[s, rows] = of.seed_D
-    into.logprobs_SC[s, rows] = of.logprobs_D
+    sampling_SXC[s, :, rows] = decode.sampling_DX.T
 
 
-def _put_chunk(parts: PackedInputs, s: int, sequence: int, tile: int, chunk: Chunk, shape: StepShape) -> None:
-    """``tile``: the first one of the chunk."""
+def _put_chunk(
+    parts: PackedInputs,
+    sampling_SXC: np.ndarray,
+    s: int,
+    sequence: int,
+    tile: int,
+    chunk: Chunk,
+    shape: StepShape,
+) -> None:
+    """Write a chunk as this sequence of the step; ``tile`` is the first tile of the chunk."""
     count, place = len(chunk.tokens), shape.rows + tile * shape.tile
     tiles = -(-count // shape.tile)
     first, last = shape.rows + tile, shape.rows + tile + tiles - 1
@@ -171,56 +164,53 @@ def _put_chunk(parts: PackedInputs, s: int, sequence: int, tile: int, chunk: Chu
     parts.last_SC[s, sequence] = place + count - 1
     parts.page_table_SCM[s, sequence, : len(chunk.pages)] = chunk.pages
     if chunk.sampling is not None:
-        params, into, at = chunk.sampling, parts.sampling, (s, sequence)
-        parts.row_SC[at] = chunk.row
-        into.temperature_SC[at] = params.temperature
-        into.top_k_SC[at] = params.top_k
-        into.top_p_SC[at] = params.top_p
-        into.min_p_SC[at] = params.min_p
-        into.seed_SC[at] = params.seed & 0xFFFFFFFF  # the device draws from 32 bits
-        into.logprobs_SC[at] = -1 if params.logprobs is None else params.logprobs
+        parts.row_SC[s, sequence] = chunk.row
+        sampling_SXC[s, :, sequence] = pack_sampling(chunk.sampling)
 
 
-def _rare(
+def build_rare_inputs(
     adjusted: Sequence[tuple[tuple[int, int], Adjustment]],
     targets: Sequence[tuple[tuple[int, slice], np.ndarray]],
-    blank: RareInputs,
+    defaults: RareInputs,
 ) -> RareInputs:
-    """Blank, but for what is asked for: by (engine, row), and targets of prompts by their places in the tiles."""
-    asked: dict[str, np.ndarray] = {}
+    """Return ``defaults`` with the adjustments and targets of a step.
+
+    ``adjusted`` are by (engine, row), ``targets`` by (engine, places in the tiles).
+    """
+    arrays: dict[str, np.ndarray] = {}
 
     def put(name: str, at: Any, values: Any) -> None:
-        if name not in asked:
-            nothing = getattr(blank, name)
-            asked[name] = np.full(nothing.shape, _UNUSED.get(name, 0), nothing.dtype)
-        asked[name][at] = values
+        if name not in arrays:
+            default = getattr(defaults, name)
+            arrays[name] = np.full(default.shape, DEFAULTS.get(name, 0), default.dtype)
+        arrays[name][at] = values
 
-    for at, wanted in adjusted:
+    for at, adjustment in adjusted:
         put("adjusts", (), True)
-        if wanted.suppress:
-            put("suppress_SRK", (*at, slice(len(wanted.suppress))), wanted.suppress)
-        if wanted.allowed is not None:
-            put("allowed_SRW", at, wanted.allowed)
-        if wanted.params is not None and wanted.params.logit_bias:
-            ids, values = zip(*wanted.params.logit_bias, strict=True)
+        if adjustment.suppress:
+            put("suppress_SRK", (*at, slice(len(adjustment.suppress))), adjustment.suppress)
+        if adjustment.allowed is not None:
+            put("allowed_SRW", at, adjustment.allowed)
+        if adjustment.params is not None and adjustment.params.logit_bias:
+            ids, values = zip(*adjustment.params.logit_bias, strict=True)
             put("bias_ids_SRK", (*at, slice(len(ids))), ids)
             put("bias_SRK", (*at, slice(len(ids))), values)
-        if wanted.params is not None and wanted.history is not None:
+        if adjustment.params is not None and adjustment.history is not None:
             put("penalises", (), True)
-            put("history_SRN", (*at, slice(len(wanted.history))), wanted.history)
-            put("prompt_tokens_SR", at, wanted.prompt_tokens)
-            put("repetition_SR", at, wanted.params.repetition_penalty)
-            put("frequency_SR", at, wanted.params.frequency_penalty)
-            put("presence_SR", at, wanted.params.presence_penalty)
+            put("history_SRN", (*at, slice(len(adjustment.history))), adjustment.history)
+            put("prompt_tokens_SR", at, adjustment.prompt_tokens)
+            put("repetition_SR", at, adjustment.params.repetition_penalty)
+            put("frequency_SR", at, adjustment.params.frequency_penalty)
+            put("presence_SR", at, adjustment.params.presence_penalty)
     for place, tokens in targets:
         put("want_targets", (), True)
         put("targets_ST", place, tokens)
-    return replace(blank, **asked)
+    return replace(defaults, **arrays)
 
 
 def _token_logprobs(found: Logprobs | None, engine: int, at: np.ndarray, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of these places, with so many alternatives each."""
-    assert found is not None, "who wants log probabilities gets them"
+    """Return the log probabilities at these places, each with its number of alternatives."""
+    assert found is not None, "the step reports log probabilities if a plan wants them"
     values = (array[engine, at].tolist() for array in (found.chosen, found.top_ids, found.top_values))
     return [
         TokenLogprobs(chosen, tuple(ids[:count]), tuple(tops[:count]))

@@ -1,8 +1,8 @@
-"""What the process that leads tells the others to do, in order, and its bytes.
+"""Commands of the leading process to its followers, and how they are encoded as bytes.
 
-Every process has the same programs. A step's bytes are those of the engines whose devices the receiver holds: the
-packed inputs of these engines, with page tables as wide as the longest sequence needs, and of the rare ones only what
-somebody asks for.
+Every process has the same programs and executes the commands in order. The bytes of a step hold only the inputs of the
+engines whose devices the receiver has. Page tables are as wide as the longest sequence needs, and rare inputs are left
+out if no request sets them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, unpack, unused
+from gimbal_jax.model.inputs import Bucket, RareInputs, StepShape, empty_inputs, unpack
 from gimbal_jax.scheduler.migration import Round
 
 
@@ -26,17 +26,17 @@ class Step:
     bucket: Bucket
     packed_SX: np.ndarray
     rare: RareInputs
-    """Arrays that are not those of ``Layout.blank`` are asked for."""
+    """Arrays that differ from those of ``Layout.defaults`` are sent."""
 
 
 @dataclass(frozen=True)
 class TakeCounts:
-    """Set the counters aside; they start anew."""
+    """Read the expert counters and reset them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Migrate:
-    """One round of moves."""
+    """Apply one round of moves to a MoE layer."""
 
     layer: int
     moves: Round
@@ -44,7 +44,7 @@ class Migrate:
 
 @dataclass(frozen=True)
 class Stop:
-    """The last command: what the options want at the end comes next, in all processes together."""
+    """The last command. All processes then do together what the options ask for at the end."""
 
 
 Command = Step | TakeCounts | Migrate | Stop
@@ -52,36 +52,36 @@ Command = Step | TakeCounts | Migrate | Stop
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What sender and receiver know before any command."""
+    """Sizes that sender and receiver know before the first command."""
 
     shape_of: Callable[[Bucket], StepShape]
-    blank: RareInputs
-    """Inputs that ask for nothing; only its shapes and types are read, so they may be on the devices."""
+    defaults: RareInputs
+    """Rare inputs that no request sets. Only their shapes and types are read, so they may be on the devices."""
     engines_of_process: tuple[slice, ...]
-    """The engines that have devices in each process; they are consecutive."""
+    """Engines that have devices in each process; they are consecutive."""
 
 
 class Followers(Protocol):
-    """The other processes, to the one that leads."""
+    """The other processes, as the leader sees them."""
 
     def send(self, command: Command, layout: Layout) -> None:
-        """Have them all do it, after what they were told before. Raises where one of them is gone."""
+        """Send a command to all of them. Raises if one of them is lost."""
 
     def compiles_after_warmup(self) -> int:
-        """Of all of them, as far as they have told."""
+        """Return the programs that all of them compiled since warm-up, as far as they have reported."""
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise for a failed computation: that a follower is lost, if that is why."""
+        """Return the error to raise for a failed computation: a lost follower if that is the cause, or ``error``."""
 
 
 _STEP, _TAKE_COUNTS, _MIGRATE, _STOP = range(4)
 _HEAD = struct.Struct("<BIIII")
-"""Kind, and four numbers: rows, tiles, columns of the page tables and a bit for each rare array; layer and moves."""
+"""Kind and four numbers. A step has rows, tiles, page table columns and rare bits; a migration has layer and moves."""
 _RARE = tuple(RareInputs.__dataclass_fields__)
 
 
 def engines_by_process(mesh: jax.sharding.Mesh) -> tuple[slice, ...]:
-    """``Layout.engines_of_process`` of a mesh; raises ValueError where a process has no part in it."""
+    """Return ``Layout.engines_of_process`` of a mesh. ValueError if a process has no devices in it."""
     process_ST = np.vectorize(lambda device: device.process_index)(mesh.devices)
     engines = [np.flatnonzero((process_ST == process).any(axis=1)) for process in range(jax.process_count())]
     if not all(map(len, engines)):
@@ -90,14 +90,14 @@ def engines_by_process(mesh: jax.sharding.Mesh) -> tuple[slice, ...]:
 
 
 def encode(command: Command, layout: Layout, process: int) -> bytes:
-    """The bytes for this process."""
+    """Return the bytes of a command for one process."""
     engines = layout.engines_of_process[process]
     match command:
         case Step(bucket, packed_SX, rare):
             asked = {
                 bit: array
                 for bit, name in enumerate(_RARE)
-                if (array := getattr(rare, name)) is not getattr(layout.blank, name)
+                if (array := getattr(rare, name)) is not getattr(layout.defaults, name)
             }
             parts = [array[engines] if array.ndim else array for array in asked.values()]
             usual_SX, table_SCM = _usual_and_table(packed_SX[engines], layout.shape_of(bucket))
@@ -117,7 +117,7 @@ def encode(command: Command, layout: Layout, process: int) -> bytes:
 
 
 def decode(data: bytes, layout: Layout, process: int) -> Command:
-    """The command of ``encode`` for this process; what it says of other engines' inputs means nothing."""
+    """Return the command that ``encode`` was given. Inputs of engines of other processes are meaningless."""
     kind, *numbers = _HEAD.unpack_from(data)
     rest = memoryview(data)[_HEAD.size :]
     if kind == _STEP:
@@ -133,9 +133,9 @@ def decode(data: bytes, layout: Layout, process: int) -> Command:
 
 
 def _decode_step(rest: memoryview, bucket: Bucket, columns: int, asked: int, layout: Layout, process: int) -> Step:
-    blank, shape, engines = layout.blank, layout.shape_of(bucket), layout.engines_of_process[process]
-    sources = len(blank.prompt_tokens_SR)
-    packed_SX = unused(sources, shape)
+    defaults, shape, engines = layout.defaults, layout.shape_of(bucket), layout.engines_of_process[process]
+    sources = len(defaults.prompt_tokens_SR)
+    packed_SX = empty_inputs(sources, shape)
     usual_SX, table_SCM = _usual_and_table(packed_SX[engines], shape)
     at = 0
 
@@ -149,13 +149,13 @@ def _decode_step(rest: memoryview, bucket: Bucket, columns: int, asked: int, lay
     arrays: dict[str, np.ndarray] = {}
     for bit, name in enumerate(_RARE):
         if asked >> bit & 1:
-            like = getattr(blank, name)
+            like = getattr(defaults, name)
             arrays[name] = array = np.zeros(like.shape, like.dtype)
             take(array[engines] if array.ndim else array)
-    return Step(bucket, packed_SX, replace(blank, **arrays))
+    return Step(bucket, packed_SX, replace(defaults, **arrays))
 
 
 def _usual_and_table(packed_SX: np.ndarray, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
-    """Views of packed inputs: all that is before the page tables, which come last, and these."""
+    """Return two views of packed inputs: everything before the page tables, and the page tables, which come last."""
     table_SCM = unpack(packed_SX, shape).page_table_SCM
     return packed_SX[:, : packed_SX.shape[1] - table_SCM[0].size], table_SCM

@@ -1,4 +1,4 @@
-"""What the system says of this process's memory, giving back what it does not use, and large pages. Linux only."""
+"""Memory of this process: how much it uses, releasing freed memory, and large pages. Linux only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 HUGE_PAGE = 2**21
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
+"""Options of glibc's mallopt."""
 _MADV_COLLAPSE = 25
-"""Of Linux 6.1: gather what is there into huge pages, now."""
+"""Advice of Linux 6.1: collect the content of a range into huge pages now."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class HostMemory:
     """Resident bytes of a process."""
 
     own: int
-    """What it has written itself."""
+    """Bytes that it has written itself."""
     files: int
-    """Pages of files that it has mapped, libraries too; the system may drop them at will."""
+    """Bytes of mapped files, libraries included; the system may drop them at any time."""
     peak: int
-    """Most of both together since it began, or since ``forget_peak``."""
+    """Maximum of both together since the process started, or since ``forget_peak``."""
 
 
 def host_memory() -> HostMemory:
-    """Of this process, now. OSError where there is no /proc."""
+    """Return the memory of this process. OSError if there is no /proc."""
     status = Path("/proc/self/status").read_text()
     own, files, peak = (
         1024 * int(re.findall(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)[0])
@@ -39,14 +39,14 @@ def host_memory() -> HostMemory:
 
 
 def forget_peak() -> None:
-    """Let ``HostMemory.peak`` begin anew. OSError where the system does not allow it."""
+    """Reset ``HostMemory.peak``. OSError if the system does not allow it."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def give_back_freed_memory() -> None:
-    """Hand memory that was freed to the system, where the C library can: glibc keeps it for what may come.
+def trim_heap() -> None:
+    """Return freed memory to the system, if the C library can. By default glibc keeps it for later allocations.
 
-    A compiler leaves hundreds of megabytes of it.
+    Compilation frees hundreds of megabytes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -54,10 +54,10 @@ def give_back_freed_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """From now on, let the C library keep what is freed for what comes, however large, where it can.
+    """From now on, let the C library keep freed memory for later allocations of any size, if it can.
 
-    A step takes tens of megabytes of temporary memory and frees them. By default glibc gets more than 32 of them
-    from the system each time, which clears every page anew.
+    A step allocates tens of megabytes and frees them. By default glibc gets blocks of more than 32 MB from the system
+    each time, and the system clears every page of them.
     """
     options = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if options is not None:
@@ -66,9 +66,9 @@ def reuse_freed_memory() -> None:
 
 
 def use_huge_pages(places: Iterable[tuple[int, int]]) -> None:
-    """Move memory, given by address and bytes, into pages of 2 MiB: reading it through then takes fewer look-ups.
+    """Move memory, given by address and bytes, into pages of 2 MiB, so that reading it takes fewer look-ups.
 
-    As far as the system can, else nothing. Takes about two seconds per GB, and keeps what is written there.
+    Does nothing where the system cannot. Takes about two seconds per GB and keeps the content.
     """
     if sys.platform == "linux":
         madvise = ctypes.CDLL(None).madvise

@@ -1,4 +1,4 @@
-"""How many KV pages an engine gets: what its devices have left."""
+"""The number of KV pages of an engine: as many as its devices have memory left for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gimbal_jax.serving.runtime.batch import step_buckets
 def size_kv_pool(
     model: ModelConfig, config: ServerConfig, device: jax.Device, *, start_placement: bool = False
 ) -> tuple[ServerConfig, str]:
-    """The settings with as many KV pages as such devices hold, and a line that says so.
+    """Return the settings with as many KV pages as such devices hold, and a line that reports it.
 
     ``start_placement``: see ``device_bytes``.
-    Where jax does not say how much memory the process may take, as on CPUs, the settings stay as they are.
-    ValueError, with what would help, if the memory is too little.
+    On CPUs, where jax does not report how much memory the process may take, the settings stay unchanged. Raises
+    ValueError, with advice, if the memory does not suffice.
     """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
-        return config, _said(config.engine)
+        return config, _pages_message(config.engine)
     bucket = step_buckets(config.engine, config.mesh.tp)[-1]
     needed = device_bytes(model, config, bucket, backend_of(device), start_placement=start_placement)
     try:
@@ -40,8 +40,8 @@ def size_kv_pool(
         (engine.num_pages * needed.page, "KV cache"),
     )
     sizes = ", ".join(f"{size / GB:.1f} {name}" for size, name in parts)
-    return replace(config, engine=engine), f"{_said(engine)}; {limit / GB:.1f} GB of each device: {sizes}"
+    return replace(config, engine=engine), f"{_pages_message(engine)}; {limit / GB:.1f} GB of each device: {sizes}"
 
 
-def _said(engine: EngineConfig) -> str:
+def _pages_message(engine: EngineConfig) -> str:
     return f"KV cache of an engine: {engine.num_pages:,} pages, {engine.num_pages * engine.page_size:,} tokens"

@@ -1,7 +1,7 @@
-"""Compiled programs, in memory and in a folder that the next start takes them from.
+"""Compiled programs, in memory and in a folder for the next start.
 
-jax's own cache spares XLA's work, but not tracing and lowering, which take Python seconds. Here whole executables
-are kept, under a key of all that they follow from, so that a second start does neither.
+jax's own cache saves XLA's work, but not tracing and lowering, which take seconds in Python. This cache keeps whole
+executables, under a key of everything they depend on, so a second start does none of these.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from gimbal_jax.config import ModelConfig, ServerConfig
-from gimbal_jax.serving.agreement import PACKAGE, PACKAGES, installed_version, sources_digest
+from gimbal_jax.serving.runtime.environment import PACKAGE, PACKAGES, installed_version, sources_digest
 
 MAX_BYTES = 2 * 2**30
-"""Of all programs in a folder; those of the configurations that were not used for longest go first."""
+"""Most bytes of all programs in a folder; the configurations that were used least recently are removed first."""
 UNRELATED_SETTINGS = ("cache", "log", "dump", "traceback", "pprint", "debug_leaked", "report")
-"""Parts of names of jax's settings that change no program."""
+"""Settings of jax whose names contain one of these change no program."""
 DEVICE_SETTINGS = ("jax_platforms", "jax_num_cpu_devices")
 """jax's settings that choose devices: the list of devices is in the key instead."""
 SOURCES = ("model", "pallas_kernels", "serving/runtime")
 """Folders of this package that compiled code depends on, next to ``config.py``."""
 SUFFIX = ".program"
-"""Of whole files; those being written have none."""
+"""Suffix of complete files; a file that is being written has none."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def programs_key(model: ModelConfig, config: ServerConfig, dtype: Any, devices: Sequence[jax.Device]) -> str:
-    """Digest of all that the programs of a server follow from: another key may mean another program, the same cannot.
+    """Return a digest of everything that the programs of a server depend on. Equal keys mean equal programs.
 
-    That is: settings of model, engine and mesh; the files of this package that compiled code depends on; versions of
-    what makes a program; jax's and XLA's settings (XLA's flags with them); the devices, whose they are and which
-    process asks; and features and number of the host's processors.
+    The digest covers the settings of model, engine and mesh, the files of this package that compiled code depends on,
+    the versions of the packages that compile, the settings and flags of jax and XLA, the devices with their processes,
+    the process that asks, and the kind and number of the host's processors.
     """
     client = devices[0].client
     facts = (
@@ -79,7 +79,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _processors() -> int:
-    """Those that XLA splits work over on CPU."""
+    """Return the number of processors that XLA uses on CPU."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -95,29 +95,32 @@ def _check_ours(status: os.stat_result, path: Path) -> None:
 class ProgramCache:
     """The compiled programs of one configuration, in a folder that other configurations and processes use too.
 
-    Reading a file unpickles it, and runs what it holds: only files and folders of our own user that nobody else can
-    write to are used. Whatever is wrong with a file is said, and the program is compiled.
+    Reading a file unpickles it, which can run any code. So only files and folders are used that belong to this user and
+    that no other user can write to. If a file cannot be used, the reason is logged and the program is compiled.
     """
 
-    def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device], say: Callable[[str], None]) -> None:
-        """``key`` is ``programs_key``'s, for programs on ``devices``. ``say`` gets what goes wrong, a line each.
+    def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device], log: Callable[[str], None]) -> None:
+        """``key``: ``programs_key`` of the programs for ``devices``. ``log`` receives problems, one line each.
 
-        Turns jax's own cache off: what comes from it lacks its code when it is kept again.
+        Turns jax's own cache off, because a program that comes from it lacks its code when it is serialized.
         """
-        self._root, self._folder, self._devices, self._say = folder, folder / key, devices, say
+        self._root = folder
+        self._folder = folder / key
+        self._devices = devices
+        self._log = log
         self._writes = True
         self._ahead: dict[str, Future[jax.stages.Compiled | None]] = {}
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
 
     def read_ahead(self) -> None:
-        """Begin to read all programs of this configuration, on threads of their own, without waiting."""
+        """Start to read all programs of this configuration, on two threads, without waiting."""
         pool = ThreadPoolExecutor(2)
         self._ahead = {path.name: pool.submit(self._read, path.name) for path in self._folder.glob(f"*{SUFFIX}")}
         pool.shutdown(wait=False)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
-        """The program of this name, None if there is none that can be used."""
+        """Return the program of this name; None if there is none that can be used."""
         ahead = self._ahead.pop(name, None)
         return self._read(name) if ahead is None else ahead.result()
 
@@ -136,21 +139,21 @@ class ProgramCache:
             )
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except Exception as error:  # whatever a file of ours, but of other days, may hold
-            self._say(f"compiled program {name} cannot be used, so it is compiled anew: {error}")
+        except Exception as error:  # an old file of this user may hold anything
+            self._log(f"compiled program {name} cannot be used, so it is compiled again: {error}")
             return None
         with contextlib.suppress(OSError):  # a folder that can only be read
             os.utime(self._folder)
         return program
 
     def store(self, name: str, program: jax.stages.Compiled) -> None:
-        """Keep a program under this name, whole or not at all; then remove what is too much in the folder."""
+        """Write a program under this name, atomically. Then remove old programs if the folder is too large."""
         if not self._writes:
             return
         try:
             content = pickle.dumps(serialize_executable.serialize(program))
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            self._say(f"compiled program {name} is not kept: {error}")
+            self._log(f"compiled program {name} is not kept: {error}")
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ class ProgramCache:
                 self._trim()
         except OSError as error:
             self._writes = False
-            self._say(f"compiled programs are not kept: {error}")
+            self._log(f"compiled programs are not kept: {error}")
 
     def _trim(self) -> None:
         sizes = {
@@ -182,16 +185,16 @@ def compile_programs[K](
     lowerers: Mapping[K, Callable[[], jax.stages.Lowered]],
     cache: ProgramCache | None,
     compiler_options: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[K, jax.stages.Compiled]:
-    """A program for each key: of the cache, or lowered on this thread and compiled on a pool.
+    """Return a program for each key, from the cache, or lowered on this thread and compiled on a pool.
 
     XLA reads and compiles programs outside the interpreter lock. The ``repr`` of a key is the program's name in the
-    cache. ``progress`` is called with the number done and in all; what it raises ends this as soon as the programs
-    that are being compiled are done.
+    cache. ``progress`` is called with the number done and the total; an error of it ends this function as soon as the
+    programs that are being compiled are done.
 
-    All processes call it together, with the same keys in the same order: a program that one of them lacks is compiled
-    by all, because XLA:GPU tunes it once for all of them, so that one that compiled it alone would wait for ever.
+    All processes call this together, with the same keys in the same order. If one of them lacks a program, all compile
+    it, because XLA:GPU tunes it once for all processes, and a process that compiled it alone would wait forever.
     """
     names = {key: _file_name(key, compiler_options) for key in lowerers}
 
@@ -202,23 +205,28 @@ def compile_programs[K](
         return program
 
     programs: dict[K, jax.stages.Compiled] = {}
+
+    def report() -> None:
+        if progress is not None:
+            progress(len(programs), len(lowerers))
+
     pool = ThreadPoolExecutor(max_workers=min(4, _processors()))
     try:
         found = {key: pool.submit(cache.load, names[key]) for key in lowerers} if cache is not None else {}
         for key, reading in found.items():
-            progress(len(programs), len(lowerers))
+            report()
             if (program := reading.result()) is not None:
                 programs[key] = program
         kept_by_all = multihost_utils.process_allgather(np.array([key in programs for key in lowerers])).all(axis=0)
         programs = {key: programs[key] for key, kept in zip(lowerers, kept_by_all, strict=True) if kept}
         pending: dict[K, Future[jax.stages.Compiled]] = {}
         for key in [key for key in lowerers if key not in programs]:
-            progress(len(programs), len(lowerers))
+            report()
             pending[key] = pool.submit(compiled, key, lowerers[key]())
         for key, future in pending.items():
             programs[key] = future.result()
-            progress(len(programs), len(lowerers))
+            report()
     finally:
         pool.shutdown(cancel_futures=True)
-    progress(len(programs), len(lowerers))
+    report()
     return programs

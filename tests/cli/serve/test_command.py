@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from gimbal_jax.cli.main import app
 from gimbal_jax.cli.serve import command as serve_cli
-from gimbal_jax.cli.serve.command import find_checkpoint, gateway_config, network_config, server_config
+from gimbal_jax.cli.serve.command import gateway_config, network_config, server_config
 from gimbal_jax.cli.serve.options import ServeOptions
-from gimbal_jax.cli.serve.setup import program_cache
+from gimbal_jax.cli.serve.setup import find_checkpoint, program_cache
 from gimbal_jax.config import GPU_ENGINE, DispatchConfig, EngineConfig, NetworkConfig, PlacementConfig, QueueConfig
 from gimbal_jax.model.hf_config import load_config
 from gimbal_jax.serving.runtime.programs import compile_programs

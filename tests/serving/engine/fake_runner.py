@@ -1,6 +1,5 @@
 """A runner without a model: routing and tokens follow from the token ids alone, and it fails when told to."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from gimbal_jax.scheduler.migration import Round
 from gimbal_jax.scheduler.placement import static_placement
 from gimbal_jax.serving.engine.plan import ON_DEVICE, Plan, StepResult
 from gimbal_jax.serving.engine.request import TokenLogprobs
-from gimbal_jax.serving.engine.runner import Lap
+from gimbal_jax.serving.engine.runner import Mark, Pending
 
 
 class FakeRunner:
@@ -29,23 +28,28 @@ class FakeRunner:
         self.migrations_left: int | None = None
         """Migrations that succeed before one fails; None if none fails."""
         self.enqueued = self.fetched = 0
+        self.on_wait: Callable[[list[StepResult]], None] | None = None
+        """Called with the results of a step when the host waits for it; may wait, raise or change them."""
         self._last_SR = np.zeros((config.mesh.dp, config.engine.max_rows), np.int32)
-        self._in_flight: deque[list[StepResult]] = deque()
 
-    def enqueue(self, plans: Sequence[Plan], lap: Lap) -> None:
-        lap("batch")
+    def enqueue(self, plans: Sequence[Plan], mark: Mark) -> Pending:
+        mark("batch")
         self.enqueued += 1
-        self._in_flight.append([self._run(s, plan) for s, plan in enumerate(plans)])
+        results = [self._run(s, plan) for s, plan in enumerate(plans)]
 
-    def results(self) -> list[StepResult]:
-        """Fails here, as devices do: when one waits for them."""
-        if self.steps_left == 0:
-            self.broken = True
-            raise RuntimeError("device lost")
-        if self.steps_left is not None:
-            self.steps_left -= 1
-        self.fetched += 1
-        return self._in_flight.popleft()
+        def pending() -> list[StepResult]:
+            """Fails here, as devices do: while the host waits for them."""
+            if self.on_wait is not None:
+                self.on_wait(results)
+            if self.steps_left == 0:
+                self.broken = True
+                raise RuntimeError("device lost")
+            if self.steps_left is not None:
+                self.steps_left -= 1
+            self.fetched += 1
+            return results
+
+        return pending
 
     def begin_counts(self) -> Callable[[], np.ndarray]:
         if self.broken:
@@ -80,15 +84,10 @@ class FakeRunner:
         next_D = ((token_D + 1) % self.model.vocab_size).astype(np.int32)
         next_C = np.array([(chunk.tokens[-1] + 1) % self.model.vocab_size for chunk in plan.prefill], np.int32)
         last_R[decode.row_D] = next_D
-        logprobs = {}
-        wanted = list(zip(decode.row_D.tolist(), decode.sampling.logprobs_D.tolist(), strict=True))
         for chunk, token in zip(plan.prefill, next_C, strict=True):
             if chunk.sampling is not None:
                 last_R[chunk.row] = token
-                wanted.append((chunk.row, -1 if chunk.sampling.logprobs is None else chunk.sampling.logprobs))
-        for row, count in wanted:
-            if count >= 0:
-                logprobs[row] = TokenLogprobs(0.0, (0,) * count, (0.0,) * count)
+        logprobs = {row: TokenLogprobs(0.0, (0,) * count, (0.0,) * count) for _, row, count in plan.logprobs}
         nothing = TokenLogprobs(0.0, (), ())
         targets = {c.row: (nothing,) * len(c.targets) for c in plan.prefill if c.targets is not None}
         return StepResult(next_D, next_C, logprobs, targets)

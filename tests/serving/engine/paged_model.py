@@ -6,7 +6,7 @@ import numpy as np
 
 from gimbal_jax.config import EngineConfig
 from gimbal_jax.serving.engine.limits import max_sequence_tokens
-from gimbal_jax.serving.engine.plan import ON_DEVICE, Plan, StepResult
+from gimbal_jax.serving.engine.plan import ON_DEVICE, SEED, Plan, StepResult
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import Request, SamplingParams, TokenLogprobs
 
@@ -18,7 +18,7 @@ def request(name, prompt, max_tokens=4, arrival=0.0, sequence=1, page_size=None,
     prompt = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     hashes = page_hashes(prompt, page_size) if page_size else ()
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Request(str(name), prompt, params, arrival, 0, sequence, page_hashes=hashes)
+    return Request(str(name), prompt, params, arrival, 0, sequence, page_hashes=hashes, label=str(name))
 
 
 def next_token(context, seed, suppress) -> int:
@@ -56,24 +56,20 @@ class PagedModel:
         for chunk in plan.prefill:
             positions = np.arange(chunk.start, chunk.start + len(chunk.tokens))
             self.cache[chunk.pages[positions // page_size], positions % page_size] = chunk.tokens
-        adjustments, logprobs = dict(decode.adjustments), {}
+        adjustments = dict(decode.adjustments)
         token_D = np.array(
             [
-                self._choose(decode.page_table_DM[i], start + 1, int(decode.sampling.seed_D[i]), adjustments.get(i))
+                self._choose(decode.page_table_DM[i], start + 1, int(decode.sampling_DX[i, SEED]), adjustments.get(i))
                 for i, start in enumerate(decode.start_D.tolist())
             ],
             np.int32,
         )
         token_C = np.array([self._after(chunk) for chunk in plan.prefill], np.int32)
-        wanted_D = (decode.sampling.logprobs_D >= 0).tolist()
-        chosen = list(zip(decode.row_D.tolist(), token_D.tolist(), wanted_D, strict=True))
+        self.last_R[decode.row_D] = token_D
         for chunk, token in zip(plan.prefill, token_C.tolist(), strict=True):
             if chunk.sampling is not None:
-                chosen.append((chunk.row, token, chunk.sampling.logprobs is not None))
-        for row, token, wanted in chosen:
-            self.last_R[row] = token
-            if wanted:
-                logprobs[row] = TokenLogprobs(-0.5, (token,), (-0.5,))
+                self.last_R[chunk.row] = token
+        logprobs = {row: TokenLogprobs(-0.5, (int(self.last_R[row]),), (-0.5,)) for _, row, _ in plan.logprobs}
         targets = {
             chunk.row: tuple(TokenLogprobs(float(token), (), ()) for token in chunk.targets)  # as its own probability
             for chunk in plan.prefill

@@ -9,9 +9,9 @@ from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.scheduler.queue import QueueItem
 from gimbal_jax.serving.engine.engine import Engine
 from gimbal_jax.serving.engine.plan import NOT_FINITE, Adjustment, Plan, StepResult
-from gimbal_jax.serving.engine.request import Output, TokenLogprobs
+from gimbal_jax.serving.engine.request import TokenDelta, TokenLogprobs
 from tests.serving.engine.paged_model import PagedModel, alone, request
-from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, result, run, schedule, step
+from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, commit, result, run, schedule, step
 
 # -- pages ------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ def test_the_youngest_is_preempted_and_recomputed():
     assert engine.tokens_computed == 2 * 13 + 8
 
 
-def test_a_started_prefill_can_be_preempted_and_nothing_is_let_in_by_that_step():
+def test_a_step_that_preempts_a_started_prefill_admits_no_request():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     engine.add(request("old", 7, 9, sequence=1))  # 2 pages
@@ -58,26 +58,17 @@ def test_a_lone_sequence_can_fill_the_whole_pool():
     assert engine.preemptions == 0
 
 
-def test_pages_are_free_in_the_step_that_ends_a_request():
-    engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
-    engine.add(request("a", 9, max_tokens=1))
-    _, (out,) = step(engine, model)
-    assert out.finish_reason == "length"
-    assert engine.free_pages == CONFIG.num_pages
-    assert engine.idle
-
-
-def test_cancel_frees_pages_at_once_also_with_a_step_in_flight():  # trap 19
+def test_cancel_frees_pages_even_with_a_step_in_flight():  # trap 19
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(request("a", 9, max_tokens=1))
     engine.add(request("b", 2, sequence=2))
-    plan = engine.schedule(0.0)
-    results = model(plan)
+    planned = schedule(engine)
+    results = model(planned.plan)
     assert engine.cancel("a")
     assert not engine.cancel("a")
     assert not engine.cancel("never seen")
     assert engine.free_pages == CONFIG.num_pages - 1
-    outputs = engine.commit(plan, results)
+    outputs = commit(engine, planned, results)
     assert [out.request_id for out in outputs] == ["b"]
     assert engine.tokens_computed == 11  # they went through the model and were counted there
     assert engine.free_pages == CONFIG.num_pages - 1
@@ -99,17 +90,16 @@ def answer(plan: Plan, choose=lambda row, adjustment: 5) -> StepResult:
     return StepResult(np.array(token_D, np.int32), np.array(token_C, np.int32), {}, targets)
 
 
-def first_output(engine: Engine) -> Output:
+def first_output(engine: Engine) -> TokenDelta:
     """Step until something comes out."""
     for _ in range(50):
-        plan = engine.schedule(0.0)
-        if news := engine.commit(plan, answer(plan)):
-            return news[0]
+        if outputs := step(engine, answer)[1]:
+            return outputs[0]
     raise AssertionError("nothing came out")
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 16, 17, 40])
-def test_prompt_logprobs_are_of_every_prompt_token_but_the_first_however_it_is_chunked(prompt_tokens):
+def test_prompt_logprobs_cover_all_prompt_tokens_but_the_first(prompt_tokens):
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", prompt_tokens, prompt_logprobs=2))
     output = first_output(engine)
@@ -117,24 +107,23 @@ def test_prompt_logprobs_are_of_every_prompt_token_but_the_first_however_it_is_c
     assert first_output(engine).prompt_logprobs == ()
 
 
-def test_a_preempted_prefill_brings_no_prompt_logprob_twice_and_began_when_it_first_did():
+def test_a_preempted_prefill_repeats_no_prompt_logprob():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine = Engine(0, config, FCFS)
     engine.add(request("old", 7, 9, sequence=1))
     first_output(engine)
     engine.add(request("long", 22, 1, sequence=2, prompt_logprobs=0))
-    outputs: list[Output] = []
+    outputs: list[TokenDelta] = []
     now = 0.0
     while not engine.idle:
-        plan = engine.schedule(now := now + 1)
-        outputs += engine.commit(plan, answer(plan))
+        outputs += step(engine, answer, now := now + 1)[1]
     assert engine.preemptions == 1
     (output,) = [output for output in outputs if output.request_id == "long"]
     assert output.started == 1.0
     assert [entry.chosen for entry in output.prompt_logprobs] == list(range(1, 22))
 
 
-def test_a_penalty_sees_all_tokens_and_which_are_the_prompts():
+def test_a_penalty_sees_all_tokens_and_the_prompt_length():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, presence_penalty=1.0))
     asked = [one for planned, _ in run(engine, CONFIG) for one in adjustments_of(planned.plan)]
@@ -151,22 +140,21 @@ def adjustments_of(plan: Plan) -> list[Adjustment]:
 
 
 class Turns:
-    """A grammar of tokens in turn; it fails at ``broken``."""
+    """A grammar that allows token 0, then token 1, and so on."""
 
-    def __init__(self, broken: int | None = None):
-        self.turn, self.broken = 0, broken
+    def __init__(self) -> None:
+        self.turn = 0
 
     def allowed(self) -> np.ndarray:
         return np.array([1 << self.turn], np.int32)
 
     def accept(self, token_id: int) -> None:
-        if token_id == self.broken:
-            raise ValueError("no such word")
         self.turn += 1
 
 
-def lowest_allowed(row, adjustment) -> int:
-    return int(adjustment.allowed[0]).bit_length() - 1 if adjustment is not None else 6
+def lowest_allowed(plan: Plan) -> StepResult:
+    """The lowest token that each row's grammar allows, and 6 without a grammar."""
+    return answer(plan, lambda row, asked: int(asked.allowed[0]).bit_length() - 1 if asked is not None else 6)
 
 
 def test_a_grammar_follows_its_own_sequence():
@@ -175,8 +163,7 @@ def test_a_grammar_follows_its_own_sequence():
         engine.add(dataclasses.replace(request(number, number, sequence=number), grammar=grammar))
     outputs = []
     while not engine.idle:
-        plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
+        outputs += step(engine, lowest_allowed)[1]
     assert [result(outputs, name)[0] for name in "123"] == [(0, 1, 2, 3), (6, 6, 6, 6), (0, 1, 2, 3)]
 
 
@@ -186,48 +173,35 @@ def test_min_tokens_yield_to_a_grammar_that_only_ends():
     engine.add(dataclasses.replace(asked, grammar=Turns()))  # allows 0, then 1, 2 and 3
     suppressed, outputs = [], []
     while not engine.idle:
-        plan = engine.schedule(0.0)
-        suppressed.append(adjustments_of(plan)[0].suppress)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
+        planned, news = step(engine, lowest_allowed)
+        suppressed.append(adjustments_of(planned.plan)[0].suppress)
+        outputs += news
     assert suppressed == [(1, 2), (), ()]
     assert result(outputs, "a") == ((0, 1), "stop")
 
 
-def test_a_grammar_that_fails_ends_its_own_request_alone():
+def test_logits_that_are_not_finite_fail_their_request_alone():
     engine = Engine(0, CONFIG, FCFS)
-    engine.add(dataclasses.replace(request("bad", 3), grammar=Turns(broken=1)))
-    engine.add(request("good", 3, sequence=2))
-    outputs = []
-    while not engine.idle:
-        plan = engine.schedule(0.0)
-        outputs += engine.commit(plan, answer(plan, lowest_allowed))
-    assert result(outputs, "bad") == ((0,), "error")
-    assert "no such word" in next(out.error for out in outputs if out.error)
-    assert result(outputs, "good") == ((6, 6, 6, 6), "length")
-    assert engine.free_pages == CONFIG.num_pages
-
-
-def test_a_sequence_without_a_next_token_fails_alone():
-    engine = Engine(0, CONFIG, FCFS)
-    engine.add(request("bad", 3))
+    engine.add(request("bad", 9, page_size=CONFIG.page_size))
     engine.add(request("good", 3, sequence=2))
     planned = schedule(engine)
+    assert engine.cached_pages == 2
     tokens_C = np.array([NOT_FINITE, 1], np.int32)
-    bad, good = engine.commit(planned.plan, StepResult(np.zeros(0, np.int32), tokens_C, {}, {}))
+    bad, good = commit(engine, planned, StepResult(np.zeros(0, np.int32), tokens_C, {}, {}))
     assert (bad.finish_reason, bad.error, good.token_ids) == ("error", "its logits are not finite", (1,))
+    assert engine.cached_pages == 0, "no request may share its pages"
     planned = schedule(engine)
     assert planned.all == [("good", 1)]
-    (good,) = engine.commit(planned.plan, answer(planned.plan, lambda row, adjustment: NOT_FINITE))
+    (good,) = commit(engine, planned, answer(planned.plan, lambda row, adjustment: NOT_FINITE))
     assert good.finish_reason == "error" and engine.idle and engine.free_pages == CONFIG.num_pages
 
 
-def test_the_first_output_tells_when_the_first_step_began():
+def test_the_first_output_has_the_time_of_the_first_step():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 20, 2))
     started = []
     for now in (1.0, 2.0, 3.0):
-        plan = engine.schedule(now)
-        started += [out.started for out in engine.commit(plan, answer(plan))]
+        started += [out.started for out in step(engine, answer, now)[1]]
     assert started == [1.0, None]
 
 
@@ -245,7 +219,7 @@ def test_a_stop_token_ends_and_is_reported_but_not_emitted():
     engine.add(request("a", 3, max_tokens=8, stop_token_ids=(stop,)))
     outputs = [out for _, news in run(engine, CONFIG) for out in news]
     assert [t for out in outputs for t in out.token_ids] == free[: free.index(stop)]
-    assert outputs[-1] == Output("a", (), finish_reason="stop", stop_token_id=stop)
+    assert outputs[-1] == TokenDelta("a", (), finish_reason="stop", stop=stop)
 
 
 def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
@@ -260,12 +234,8 @@ def test_stop_tokens_are_suppressed_until_min_tokens_are_out():
 def test_a_stop_token_that_comes_before_min_tokens_does_not_end():
     engine = Engine(0, CONFIG, FCFS)
     engine.add(request("a", 3, max_tokens=4, min_tokens=1, stop_token_ids=(1,)))
-    plans = []
-    for _ in range(2):
-        plan = engine.schedule(0.0)
-        plans.append(engine.commit(plan, answer(plan, lambda row, adjustment: 1)))
-    (first,), (out,) = plans
-    assert first == Output("a", (1,))
+    (first,), (out,) = [step(engine, lambda plan: answer(plan, lambda row, adjustment: 1))[1] for _ in range(2)]
+    assert first == TokenDelta("a", (1,))
     assert (out.token_ids, out.finish_reason) == ((), "stop")
 
 
@@ -277,7 +247,7 @@ def test_model_length_ends_a_request():
     assert (len(tokens), reason) == (3, "length")
 
 
-def test_logprobs_come_with_their_token_only_when_wanted():
+def test_logprobs_come_only_if_requested():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(request("with", 3, logprobs=1))
     engine.add(request("without", 3, sequence=2))
@@ -310,7 +280,7 @@ def test_fail_all_ends_everything():
         ({"page_size": 0}, "page_size must be at least 1"),
     ],
 )
-def test_limits_that_cannot_work_are_refused(change, message):
+def test_impossible_limits_are_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         Engine(0, dataclasses.replace(CONFIG, **change), FCFS)
 
@@ -329,7 +299,7 @@ def test_trace_by_hand():
     assert (trace.kv_tokens, trace.waiting_tokens) == (3 + 12, 10)
 
 
-def test_room_by_hand():
+def test_capacity_by_hand():
     config = dataclasses.replace(CONFIG, num_pages=12)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     assert engine.capacity() == Capacity(decode_rows=0, free_rows=4, free_pages=12, prefills=())
@@ -348,7 +318,7 @@ def test_room_by_hand():
     assert engine.capacity() == Capacity(3, 0, 0, ())  # c needs a page for its 13th token: the next step will preempt
 
 
-def test_trap_6_what_ended_requests_leave_is_no_pressure():
+def test_pages_of_ended_requests_are_no_pressure():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(request("a", 9, max_tokens=1))
     step(engine, model)

@@ -26,11 +26,11 @@ def test_shortest_prefill_first():
     assert three_prompts(SJF, now=3.0) == [("b", 3), ("c", 9)]
 
 
-def test_an_aged_request_goes_first():
+def test_an_aged_request_runs_first():
     assert three_prompts(SJF, now=6.5) == [("a", 16)]
 
 
-def test_a_request_that_ages_while_it_waits_moves_to_the_front():
+def test_aging_moves_a_waiting_request_to_the_front():
     config = dataclasses.replace(CONFIG, num_pages=6, max_model_len=24)
     engine, model = Engine(0, config, SJF), PagedModel(config)
     engine.add(request("running", 12, max_tokens=8))  # 4 of 6 pages
@@ -42,7 +42,7 @@ def test_a_request_that_ages_while_it_waits_moves_to_the_front():
     assert schedule(engine, 6.5).prefill == [("long", 14)]
 
 
-def test_the_oldest_decodes_first_whoever_started_first():
+def test_the_oldest_sequence_decodes_first():
     config = dataclasses.replace(CONFIG, num_pages=5, max_model_len=16)
     engine, model = Engine(0, config, SJF), PagedModel(config)
     engine.add(request("old", 10, max_tokens=6, arrival=0.0))  # 3 of 5 pages, and a fourth one for its 13th token
@@ -53,7 +53,7 @@ def test_the_oldest_decodes_first_whoever_started_first():
     assert engine.preemptions == 1
 
 
-def test_what_was_preempted_waits_with_all_that_it_has_to_compute_again():
+def test_a_preempted_sequence_is_queued_by_all_tokens_to_recompute():
     config = dataclasses.replace(CONFIG, num_pages=4, max_model_len=16)
     engine, model = Engine(0, config, SJF), PagedModel(config)
     engine.add(request("old", 6, max_tokens=4, arrival=0.0))
@@ -95,14 +95,14 @@ def test_hrrn_serves_a_long_prompt_under_a_stream_of_short_ones(queue, served):
     assert served_long == served
 
 
-def test_hrrn_counts_what_a_request_waited_elsewhere():
+def test_hrrn_counts_waiting_in_another_queue():
     engine = Engine(0, CONFIG, HRRN)
     engine.add(request("here", 12), waited_tokens=6)
     engine.add(request("elsewhere", 16, arrival=1.0), waited_tokens=9)
     assert schedule(engine, 1.0).prefill == [("elsewhere", 16)]
 
 
-def test_a_shorter_arrival_overtakes_a_started_prefill_which_then_goes_on():
+def test_a_shorter_request_overtakes_a_started_prefill():
     engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
     engine.add(request("long", 40, sequence=1))
     assert step(engine, model)[0].prefill == [("long", 16)]
@@ -117,7 +117,7 @@ def test_a_shorter_arrival_overtakes_a_started_prefill_which_then_goes_on():
     assert (plan.plan.decode.start_D.tolist(), plan.plan.prefill[0].start) == ([5], 24)
 
 
-def test_a_started_prefill_counts_by_what_is_left_of_it():
+def test_a_started_prefill_is_queued_by_its_remaining_tokens():
     engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
     engine.add(request("started", 40, sequence=1))
     step(engine, model)
@@ -125,7 +125,7 @@ def test_a_started_prefill_counts_by_what_is_left_of_it():
     assert schedule(engine, 1.0).prefill == [("started", 16)]  # 24 left
 
 
-def test_nothing_overtakes_the_first_that_lacks_pages():
+def test_no_request_overtakes_the_first_that_lacks_pages():
     config = dataclasses.replace(CONFIG, num_pages=8, token_budget=64)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     engine.add(request("running", 13, max_tokens=8, sequence=1))  # 4 of 8 pages
@@ -158,7 +158,7 @@ def test_rows_limit_admission():
 
 
 @pytest.mark.parametrize("queue", [FCFS, SJF, HRRN, PRIORITY], ids=lambda queue: queue.policy)
-def test_the_head_of_the_queue_is_what_starts_next(queue):
+def test_the_queue_head_starts_next(queue):
     config = dataclasses.replace(CONFIG, max_rows=1, token_budget=4)
     engine, model = Engine(0, config, queue), PagedModel(config)
     assert engine.queue_head(0.0) is None

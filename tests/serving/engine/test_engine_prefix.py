@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import numpy as np
-
 from gimbal_jax.scheduler.late import Capacity
 from gimbal_jax.serving.engine.engine import Engine
-from gimbal_jax.serving.engine.plan import NOT_FINITE, StepResult
 from gimbal_jax.serving.engine.prefix import page_hashes
 from tests.serving.engine.paged_model import PagedModel, alone, request
 from tests.serving.engine.stepped_engine import CONFIG, FCFS, SJF, Ahead, result, schedule, step
@@ -18,7 +15,7 @@ def shared(name, prompt, max_tokens=4, **more):
     return request(name, prompt, max_tokens, page_size=PAGE, **more)
 
 
-def test_a_beginning_is_computed_once_and_its_end_always():
+def test_a_prefix_is_computed_once_and_the_last_token_always():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     n = tuple(range(14))
     for prompt, computed in [(n[:12], 12), (n[:12], 4), (n[:11], 3), (n, 2), ((*n[:4], 9, 5, 6), 3), (n[:3], 3)]:
@@ -46,7 +43,7 @@ def test_sequences_of_one_step_share_what_the_step_writes():
         assert result(outputs, name) == alone(request(name, 13, seed=seed), CONFIG)
 
 
-def test_output_is_shared_too():
+def test_output_is_shared():
     """A conversation goes on with what was answered; overlap or not."""
     for ahead in (0, 1):
         engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
@@ -77,7 +74,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again():
     assert 0 < engine.prefill_tokens - before < 9 * engine.preemptions
 
 
-def test_pages_in_use_are_not_evicted_and_others_are_the_oldest_first():
+def test_unused_pages_are_evicted_oldest_first():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     for start in (0, 1):
@@ -93,7 +90,7 @@ def test_pages_in_use_are_not_evicted_and_others_are_the_oldest_first():
     assert known == [8, 0]
 
 
-def test_trap_6_pages_that_the_cache_could_give_up_are_no_pressure():
+def test_pages_that_the_cache_can_evict_are_no_pressure():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(shared("a", 15, 1))
     step(engine, model)
@@ -103,7 +100,7 @@ def test_trap_6_pages_that_the_cache_could_give_up_are_no_pressure():
     assert (engine.cached_pages, engine.free_pages) == (0, CONFIG.num_pages)
 
 
-def test_the_queue_goes_by_what_is_left_to_compute():
+def test_the_queue_does_not_count_cached_tokens():
     engine, model = Engine(0, CONFIG, SJF), PagedModel(CONFIG)
     engine.add(shared("first", 16, 1))
     step(engine, model)
@@ -115,7 +112,7 @@ def test_the_queue_goes_by_what_is_left_to_compute():
     assert schedule(engine, 2.0).prefill == [("known", 4), ("fresh", 6)]
 
 
-def test_a_known_beginning_takes_no_page_twice():
+def test_a_cached_prefix_takes_no_page_twice():
     config = dataclasses.replace(CONFIG, num_pages=8, max_model_len=32)
     engine, model = Engine(0, config, FCFS), PagedModel(config)
     engine.add(shared("a", 17, 9))  # 5 pages
@@ -126,7 +123,7 @@ def test_a_known_beginning_takes_no_page_twice():
     assert engine.capacity() == Capacity(2, 2, 2, ())
 
 
-def test_logprobs_of_a_prompt_are_computed_although_it_is_known():
+def test_prompt_logprobs_are_computed_even_for_a_cached_prompt():
     engine, model = Engine(0, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(shared("a", 13, 1))
     step(engine, model)
@@ -136,17 +133,7 @@ def test_logprobs_of_a_prompt_are_computed_although_it_is_known():
     assert (out.cached_tokens, engine.prefix_queries) == (0, 13)
 
 
-def test_logits_that_are_no_numbers_leave_nothing_in_the_cache():
-    engine = Engine(0, CONFIG, FCFS)
-    engine.add(shared("bad", 13))
-    plan = engine.schedule(0.0)
-    assert engine.cached_pages == 3
-    (out,) = engine.commit(plan, StepResult(np.zeros(0, np.int32), np.array([NOT_FINITE], np.int32), {}, {}))
-    assert out.finish_reason == "error"
-    assert (engine.cached_pages, engine.free_pages) == (0, CONFIG.num_pages)
-
-
-def test_nothing_is_shared_where_it_is_switched_off_or_not_asked_for():
+def test_no_page_is_shared_if_sharing_is_off_or_not_requested():
     off = dataclasses.replace(CONFIG, prefix_cache=False)
     for config, hashes in [(off, True), (CONFIG, False)]:
         engine, model = Engine(0, config, FCFS), PagedModel(config)
@@ -155,14 +142,14 @@ def test_nothing_is_shared_where_it_is_switched_off_or_not_asked_for():
             _, (out,) = step(engine, model)
             assert out.cached_tokens == 0
         assert (engine.prefill_tokens, engine.cached_pages, engine.prefix_queries) == (24, 0, 0)
-        assert engine.take_news() is None
+        assert engine.drain_cache_events() is None
 
 
-def test_news_name_the_pages_with_their_tokens():
+def test_cache_events_name_pages_with_their_tokens():
     engine, model = Engine(3, CONFIG, FCFS), PagedModel(CONFIG)
     engine.add(shared("a", 9, 1))
     step(engine, model)
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     hashes = page_hashes(range(9), PAGE)
     assert news is not None and news.engine == 3 and news.removed == ()
     assert [(page.hash, page.parent, page.tokens) for page in news.stored] == [
@@ -170,5 +157,5 @@ def test_news_name_the_pages_with_their_tokens():
         (hashes[1], hashes[0], (4, 5, 6, 7)),
     ]
     engine.flush_cache()
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     assert news is not None and (news.stored, set(news.removed)) == ((), set(hashes))

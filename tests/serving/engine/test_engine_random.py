@@ -58,7 +58,7 @@ def workloads(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(workloads(), st.integers(0, 2))
-def test_batched_is_one_by_one_and_pages_are_conserved(workload, ahead):
+def test_batching_changes_no_token_and_pages_are_conserved(workload, ahead):
     config, queue, jobs, flushes = workload
     engine, model = Engine(0, config, queue), PagedModel(config)
     loop = Ahead(engine, model, ahead)
@@ -117,10 +117,10 @@ def check_plan(plan: Plan, config: EngineConfig) -> None:
 
 def check_pages(engine: Engine, model: PagedModel, config: EngineConfig, stored: dict) -> None:
     """Pages are conserved; the cache holds what its news say, and pages hold what their names say."""
-    held = [rows.pages(one.row).tolist() for rows in [engine._rows] for one in rows.running]
+    held = [rows.pages(one.row).tolist() for rows in [engine._batch] for one in rows.running]
     assert all(len(set(pages)) == len(pages) for pages in held)
     assert len({page for pages in held for page in pages}) == config.num_pages - engine.free_pages
-    news = engine.take_news()
+    news = engine.drain_cache_events()
     if news is not None:
         for name in news.removed:
             del stored[name]

@@ -43,7 +43,7 @@ def test_releasing_twice_or_an_unknown_page_is_an_error():
     assert pool.available == 4
 
 
-def test_a_beginning_outlives_what_continues_it_and_the_least_recently_used_goes_first():
+def test_least_recently_used_pages_are_evicted_and_prefixes_last():
     pool = PagePool(4)
     old, young = named(pool, 1, 2), named(pool, 11, 12)
     pool.release(old)
@@ -58,7 +58,7 @@ def test_a_beginning_outlives_what_continues_it_and_the_least_recently_used_goes
     assert gone == [2, 12, 11, 1]
 
 
-def test_a_content_that_is_known_already_gets_no_second_page():
+def test_content_is_published_once():
     pool = PagePool(4)
     (first,) = named(pool, 1)
     (second,) = named(pool, 1)
@@ -67,7 +67,7 @@ def test_a_content_that_is_known_already_gets_no_second_page():
     assert pool.available == 3 and pool.named == 1
 
 
-def test_what_is_forgotten_is_shared_no_more_but_stays_with_its_users():
+def test_forgotten_pages_stay_with_their_users_only():
     pool = PagePool(4)
     used, kept = named(pool, 1, 2), named(pool, 11)
     pool.release(kept)
@@ -80,7 +80,7 @@ def test_what_is_forgotten_is_shared_no_more_but_stays_with_its_users():
     assert pool.available == 4
 
 
-def test_flush_drops_what_nobody_uses():
+def test_flush_evicts_unused_pages():
     pool = PagePool(4)
     used, kept = named(pool, 1), named(pool, 11, 12)
     pool.release(kept)
@@ -89,23 +89,23 @@ def test_flush_drops_what_nobody_uses():
     assert pool.match([name(1)]) == used
 
 
-def test_news_add_up_to_what_is_known():
+def test_cache_events_add_up_to_the_known_pages():
     """A page that comes and goes between two calls is no news."""
     pool = PagePool(2)
-    assert pool.take_news(3) is None
+    assert pool.drain_cache_events(3) is None
     pages = named(pool, 1, 2)
-    news = pool.take_news(3)
+    news = pool.drain_cache_events(3)
     assert news is not None
     assert (news.engine, [page.hash for page in news.stored], news.removed) == (3, [name(1), name(2)], ())
     assert (news.stored[1].parent, news.stored[1].tokens) == (name(1), (0, 0, 0, 0))
     pool.release(pages)
     pool.release(named(pool, 3))  # in place of 2
     pool.release(named(pool, 4, 5))  # in place of 1 and 3
-    news = pool.take_news(3)
+    news = pool.drain_cache_events(3)
     assert news is not None
     assert [page.hash for page in news.stored] == [name(4), name(5)]
     assert set(news.removed) == {name(1), name(2)}
-    assert pool.take_news(3) is None
+    assert pool.drain_cache_events(3) is None
 
 
 moves = st.lists(st.tuples(st.sampled_from("asprfxl"), st.integers(0, 9), st.integers(1, 4)), max_size=60)
@@ -113,7 +113,7 @@ moves = st.lists(st.tuples(st.sampled_from("asprfxl"), st.integers(0, 9), st.int
 
 @settings(max_examples=300)
 @given(moves)
-def test_pages_are_conserved_and_the_cache_is_a_list_in_the_order_of_use(moves):
+def test_pages_are_conserved_and_kept_in_order_of_use(moves):
     """The naive account: who holds what, and known contents with their page, least recently used first."""
     size, pool = 8, PagePool(8)
     holders: list[list[int]] = []
@@ -162,7 +162,7 @@ def test_pages_are_conserved_and_the_cache_is_a_list_in_the_order_of_use(moves):
             pool.flush()
             known = {content: page for content, page in known.items() if content not in kept}
             kept = []
-        elif move == "l" and (news := pool.take_news(0)) is not None:  # listen
+        elif move == "l" and (news := pool.drain_cache_events(0)) is not None:  # listen
             heard = (heard - set(news.removed)) | {page.hash for page in news.stored}
             assert heard == {name(content) for content in known}
         used = {page for pages in holders for page in pages}

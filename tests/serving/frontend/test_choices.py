@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gimbal_jax.exceptions import DuplicateRequest, GenerationFailed, QueueFull
-from gimbal_jax.serving.engine.request import SamplingParams
-from gimbal_jax.serving.frontend.choices import Generation, Piece, run_choices
+from gimbal_jax.serving.engine.request import SamplingParams, TokenDelta
+from gimbal_jax.serving.frontend.choices import Generation, run_choices
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 from tests.serving.fake_server import MODEL, until, write_model_folder
 from tests.serving.frontend.test_frontend import with_frontend
@@ -17,12 +17,12 @@ THREE = Generation(prompt=(1,), sampling=SamplingParams(max_tokens=3, seed=2**32
 
 
 def start(frontend, generation=THREE, request_id="x", new_decoder=None):
-    """A task that collects all news, by choice."""
+    """Return a task that collects all deltas, by choice."""
 
     async def collect():
-        news: dict[int, list[Piece]] = {}
-        async for index, piece in run_choices(frontend, request_id, generation, new_decoder):
-            news.setdefault(index, []).append(piece)
+        news: dict[int, list[TokenDelta]] = {}
+        async for index, delta in run_choices(frontend, request_id, generation, new_decoder):
+            news.setdefault(index, []).append(delta)
         return news
 
     return asyncio.create_task(collect())
@@ -39,11 +39,11 @@ def text_generation(tokenizer, prompt, stops=(), *, include=False, **sampling):
 
 
 @with_frontend()
-async def test_each_choice_is_a_sequence_of_its_own(core, frontend):
+async def test_each_choice_is_its_own_sequence(core, frontend):
     new_grammar: Any = object
     task = start(frontend, dataclasses.replace(THREE, new_grammar=new_grammar, engine=1))
     await until(lambda: len(core.submitted) == 3)
-    assert [request.id.rpartition("/")[0] for request in core.submitted] == ["0_x", "1_x", "2_x"]
+    assert [request.label for request in core.submitted] == ["0_x", "1_x", "2_x"]
     assert [request.sampling.seed for request in core.submitted] == [2**32 - 1, 0, 1]
     assert len({id(request.grammar) for request in core.submitted}) == 3
     assert {request.engine for request in core.submitted} == {1}
@@ -51,17 +51,17 @@ async def test_each_choice_is_a_sequence_of_its_own(core, frontend):
         core.step()
     news = await task
     assert sorted(news) == [0, 1, 2]
-    for pieces in news.values():
-        assert [token for piece in pieces for token in piece.token_ids] == [2, 3, 4]
-        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+    for deltas in news.values():
+        assert [token for delta in deltas for token in delta.token_ids] == [2, 3, 4]
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
     assert frontend.active == 0 and core.cancelled == []
 
 
 @with_frontend()
-async def test_a_single_choice_has_the_request_s_id(core, frontend):
+async def test_a_single_choice_has_the_id_of_the_request(core, frontend):
     start(frontend, dataclasses.replace(THREE, n=1))
     await until(lambda: core.submitted)
-    assert core.submitted[0].id.startswith("x/")
+    assert core.submitted[0].label == "x"
 
 
 @with_frontend()
@@ -70,14 +70,14 @@ async def test_abort_ends_all_choices_and_frees_the_id(core, frontend):
     await until(lambda: len(core.submitted) == 3)
     frontend.abort(["x"])
     news = await task
-    assert [pieces[-1].finish_reason for pieces in news.values()] == ["abort"] * 3
+    assert [deltas[-1].finish_reason for deltas in news.values()] == ["abort"] * 3
     assert core.live == []
     start(frontend)
     await until(lambda: len(core.submitted) == 6)
 
 
 @with_frontend()
-async def test_a_live_id_is_refused_whatever_the_numbers_of_choices(core, frontend):
+async def test_a_running_id_is_rejected_for_any_number_of_choices(core, frontend):
     task = start(frontend)
     await until(lambda: len(core.submitted) == 3)
     for n in (1, 2):
@@ -102,7 +102,7 @@ async def test_an_error_of_one_choice_ends_the_others(core, frontend):
 
 
 @with_frontend(max_queue=2)
-async def test_a_request_whose_choices_do_not_all_fit_is_refused_whole(core, frontend):
+async def test_a_request_is_rejected_if_one_choice_does_not_fit(core, frontend):
     with pytest.raises(QueueFull):
         await start(frontend)
     assert core.live == [] and frontend.active == 0
@@ -110,12 +110,12 @@ async def test_a_request_whose_choices_do_not_all_fit_is_refused_whole(core, fro
 
 @with_frontend()
 async def test_leaving_early_leaves_nothing_running(core, frontend):
-    pieces = run_choices(frontend, "x", THREE)
-    first = asyncio.create_task(anext(pieces))
+    deltas = run_choices(frontend, "x", THREE)
+    first = asyncio.create_task(anext(deltas))
     await until(lambda: len(core.submitted) == 3)
     core.step()
     await first
-    await pieces.aclose()
+    await deltas.aclose()
     assert core.live == [] and frontend.active == 0
     assert len(asyncio.all_tasks()) == 1
 
@@ -130,14 +130,14 @@ def test_text_and_stop_string_across_tokens(tokenizer):
         for _ in range(5):
             core.step()
             await asyncio.sleep(0.01)
-        pieces = (await task)[0]
-        assert "".join(piece.text for piece in pieces) == "bc"
+        deltas = (await task)[0]
+        assert "".join(delta.text for delta in deltas) == "bc"
         # "c" and "d" might have begun a stop string when they came.
-        assert [piece.text for piece in pieces] == ["b", "", "c", ""]
-        tokens = [token for piece in pieces for token in piece.token_ids]
+        assert [delta.text for delta in deltas] == ["b", "", "c", ""]
+        tokens = [token for delta in deltas for token in delta.token_ids]
         assert tokenizer.decode(tokens) == "bcde"
-        assert sum(len(piece.logprobs) for piece in pieces) == 4
-        assert (pieces[-1].finish_reason, pieces[-1].stop) == ("stop", "de")
+        assert sum(len(delta.logprobs) for delta in deltas) == 4
+        assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", "de")
         assert core.live == [] and frontend.counters.outcomes == {"stop": 1}
 
     test()
@@ -153,46 +153,46 @@ def test_text_and_stop_string_across_tokens(tokenizer):
         (("h",), {}, "bcdefg", "bcdefgh"),
     ],
 )
-def test_where_text_and_tokens_end(tokenizer, stops, options, text, tokens):
+def test_a_stop_string_cuts_text_and_tokens(tokenizer, stops, options, text, tokens):
     generation = text_generation(tokenizer, "a", stops, max_tokens=7, **options)
 
     @with_frontend()
     async def test(core, frontend):
         task = start(frontend, generation, new_decoder=tokenizer.decoder)
         await until(lambda: core.submitted)
-        for _ in range(7):  # all tokens arrive at once: the output must end where it would have
+        for _ in range(7):  # all tokens arrive before one is read, and the output ends at the same place
             core.step()
-        pieces = (await task)[0]
-        assert "".join(piece.text for piece in pieces) == text
-        assert tokenizer.decode([token for piece in pieces for token in piece.token_ids]) == tokens
+        deltas = (await task)[0]
+        assert "".join(delta.text for delta in deltas) == text
+        assert tokenizer.decode([token for delta in deltas for token in delta.token_ids]) == tokens
         ends_by_stop = len(tokens) < 7 or text != tokens
-        assert pieces[-1].finish_reason == ("stop" if ends_by_stop else "length")
-        assert frontend.counters.outcomes == {pieces[-1].finish_reason: 1}
+        assert deltas[-1].finish_reason == ("stop" if ends_by_stop else "length")
+        assert frontend.counters.outcomes == {deltas[-1].finish_reason: 1}
 
     test()
 
 
-def test_a_stop_ends_the_sequence_while_nobody_reads(tokenizer):
+def test_a_stop_string_ends_the_sequence_before_it_is_read(tokenizer):
     generation = text_generation(tokenizer, "a", ("cd",), max_tokens=20)
 
     @with_frontend()
     async def test(core, frontend):
-        pieces = run_choices(frontend, "x", generation, tokenizer.decoder)
-        first = asyncio.create_task(anext(pieces))
+        deltas = run_choices(frontend, "x", generation, tokenizer.decoder)
+        first = asyncio.create_task(anext(deltas))
         await until(lambda: core.submitted)
         core.step()
         await first
         for _ in range(2):
             core.step()
         await until(lambda: not core.live)
-        [(_, rest)] = [item async for item in pieces]
+        [(_, rest)] = [item async for item in deltas]
         assert (rest.text, rest.finish_reason) == ("", "stop")
 
     test()
 
 
 @with_frontend()
-async def test_a_slow_reader_costs_its_own_tokens_and_no_time_of_others(core, frontend):
+async def test_a_slow_reader_delays_no_other_request(core, frontend):
     many = Generation(prompt=(1,), sampling=SamplingParams(max_tokens=50))
     slow = run_choices(frontend, "slow", many)
     first = asyncio.create_task(anext(slow))
@@ -204,9 +204,9 @@ async def test_a_slow_reader_costs_its_own_tokens_and_no_time_of_others(core, fr
     for _ in range(50):
         core.step()
         await asyncio.sleep(0)
-    assert sum(len(piece.token_ids) for piece in (await quick)[0]) == 50
+    assert sum(len(delta.token_ids) for delta in (await quick)[0]) == 50
     assert frontend.active == 0 and not frontend.idle.is_set()
-    [(_, rest)] = [item async for item in slow]  # kept, and given in one piece
+    [(_, rest)] = [item async for item in slow]  # kept, and given out as one delta
     assert frontend.idle.is_set()
     assert rest.token_ids == tuple(token % MODEL.vocab_size for token in range(3, 52))
-    assert rest == Piece(rest.token_ids, finish_reason="length")
+    assert rest == TokenDelta(core.submitted[0].id, rest.token_ids, finish_reason="length")

@@ -1,6 +1,6 @@
-"""Conversations with shared beginnings on two engines: what it is worth that dispatch knows the prefix caches.
+"""Dispatch with and without knowledge of the prefix caches, for conversations with shared prefixes on two engines.
 
-The frontend, the server, its engines and their caches are real; only the devices are not.
+Frontend, core, engines and caches are real. Only the devices are fake.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.frontend.record import RequestRecord
-from tests.serving.core.ticked_server import open_server
+from tests.serving.core.ticked_core import open_core
+from tests.serving.statuses import per_engine
 
 CONFIG = ServerConfig(
     MeshConfig(dp=2, tp=1),
@@ -26,19 +27,19 @@ CONFIG = ServerConfig(
 CONVERSATIONS, TURNS = 40, 4
 
 
-def unknowing(view, config, token_budget):
-    """Gimbal's rule as it is without the frontend's index."""
+def cache_blind(view, config, token_budget):
+    """Gimbal's rule without the frontend's index."""
     return choose_engine(dataclasses.replace(view, cached_tokens_S=(0,) * len(view.traces)), config, token_budget)
 
 
 async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Frontend]:
-    """Every conversation sends its history and a new question, turn by turn, after a pause; a topic's begin alike."""
+    """Every conversation sends its history and a new question, turn by turn, after a pause. A topic is a prefix."""
     draw = random.Random(seed)
     topics = [tuple(draw.choices(range(290), k=32)) for _ in range(3)]
     records: list[RequestRecord] = []
     now = 0.0
-    with open_server(CONFIG) as (server, _, _):
-        frontend = Frontend(server, lambda: now, choose, records.append)
+    with open_core(CONFIG) as (core, _, _):
+        frontend = Frontend(core, lambda: now, choose, records.append)
 
         async def conversation(number: int) -> None:
             history = topics[number % 3]
@@ -47,26 +48,26 @@ async def converse(choose: Choose, seed: int) -> tuple[list[RequestRecord], Fron
                 while now < due:
                     await asyncio.sleep(0)
                 history += tuple(draw.choices(range(290), k=draw.randint(8, 24)))
-                outputs = frontend.generate(
+                stream = frontend.generate(
                     f"{number}/{turn}",
                     history,
                     SamplingParams(draw.randint(2, 12), temperature=0.0),
                     page_hashes=page_hashes(history, CONFIG.engine.page_size),
                 )
-                history += tuple([token async for output in outputs for token in output.token_ids])
+                history += tuple([token async for delta in stream for token in delta.token_ids])
 
         tasks = [asyncio.create_task(conversation(number)) for number in range(CONVERSATIONS)]
         while not all(task.done() for task in tasks):
-            server.tick(now)
+            core.tick(now)
             now += 0.05
             for _ in range(6):
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)
-        # What the index knows is what the engines hold.
-        for engine, pages in enumerate(server.status().cached_pages_S):
+        # The index has exactly the pages that the engines hold.
+        for engine, pages in enumerate(per_engine(core.status(), "cached_pages")):
             assert len(frontend.prefixes.snapshot(engine)) == pages
-        status = server.status()
-        assert sum(status.prefix_hits_S) == sum(record.cached_tokens or 0 for record in records)
+        status = core.status()
+        assert sum(per_engine(status, "prefix_hits")) == sum(record.cached_tokens or 0 for record in records)
     return records, frontend
 
 
@@ -79,10 +80,10 @@ def mean_wait(records: list[RequestRecord]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_dispatcher_that_knows_the_caches_finds_more_in_them_and_stays_even(seed):
+def test_knowing_the_caches_raises_hits_and_keeps_engines_balanced(seed):
     async def main():
-        async with asyncio.timeout(60):
-            return [await converse(choose, seed) for choose in (choose_engine, unknowing)]
+        async with asyncio.timeout(120):
+            return [await converse(choose, seed) for choose in (choose_engine, cache_blind)]
 
     (knowing, frontend), (blind, _) = asyncio.run(main())
     assert len(knowing) == len(blind) == CONVERSATIONS * TURNS

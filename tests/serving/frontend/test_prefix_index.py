@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.pages import CacheEvents
 from gimbal_jax.serving.engine.prefix import page_hashes
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.frontend.prefix_index import PageLog, PrefixIndex
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 
 TEXTS = [tuple(text) for text in ([1] * 20, [1] * 8 + [2] * 12, [3] * 16)]
 PAGES = {page.hash: page for text in TEXTS for page in pages_of(text)}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(sorted(PAGES))), max_size=60))
-def test_the_longest_beginning_is_what_a_naive_model_says(steps):
+def test_cached_tokens_match_a_naive_model(steps):
     index = PrefixIndex(3)
     held_S: list[set[bytes]] = [set(), set(), set()]
     for engine, is_stored, name in steps:
@@ -35,15 +35,15 @@ def test_the_longest_beginning_is_what_a_naive_model_says(steps):
             assert PAGES[name].parent not in listed[place:]
 
 
-def test_a_page_that_leaves_and_comes_in_one_tick_is_held():
+def test_a_page_removed_and_stored_in_one_tick_is_held():
     index, (page, *_) = PrefixIndex(1), pages_of(TEXTS[0])
     for _ in range(2):
-        index.apply(PageNews(0, (page,), (page.hash,)))
+        index.apply(CacheEvents(0, (page,), (page.hash,)))
         assert index.pages == 1
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(-3, 40))
-def test_the_log_gives_what_came_after_or_says_that_it_cannot(sizes, number):
+def test_the_log_returns_later_changes_or_none(sizes, number):
     async def main():
         log = PageLog()
         pages = pages_of(range(40))
@@ -65,7 +65,7 @@ def test_the_log_gives_what_came_after_or_says_that_it_cannot(sizes, number):
         asyncio.run(main())
 
 
-def test_the_log_is_bounded_by_ticks_and_by_pages(monkeypatch):
+def test_the_log_is_bounded_by_ticks_and_pages(monkeypatch):
     monkeypatch.setattr(prefix_index, "LOG_PAGES", 20)
     monkeypatch.setattr(prefix_index, "LOG_TICKS", 8)
 
@@ -79,7 +79,7 @@ def test_the_log_is_bounded_by_ticks_and_by_pages(monkeypatch):
     asyncio.run(main())
 
 
-def test_waiting_ends_with_a_change_and_with_the_end():
+def test_changed_returns_after_a_change_and_after_close():
     async def main():
         log = PageLog()
         for end in (lambda: log.add(0.0, []), log.close):
@@ -87,7 +87,7 @@ def test_waiting_ends_with_a_change_and_with_the_end():
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in waiting)
             end()
-            await asyncio.wait_for(asyncio.gather(*waiting), 1)
-        await asyncio.wait_for(log.changed(), 1)  # nothing more can come
+            await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        await asyncio.wait_for(log.changed(), 60)  # nothing more can come
 
     asyncio.run(main())

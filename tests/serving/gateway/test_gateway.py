@@ -89,7 +89,7 @@ def test_gateway_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
 
     async def run() -> None:
         running = asyncio.create_task(Gateway(GatewayConfig(tmp_path, port), log).run(1))
-        await asyncio.wait_for(restarted.wait(), 30)
+        await asyncio.wait_for(restarted.wait(), 60)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

@@ -1,4 +1,4 @@
-"""/dashboard in a real browser: what it shows of a real server, in text and in pixels."""
+"""/dashboard in a real browser, over a real server: its text and its pixels."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from gimbal_jax.serving.monitoring import live
 from gimbal_jax.serving.monitoring.live import PAGE, LiveView
 from gimbal_jax.serving.monitoring.operators import serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.fake_server import CONFIG, PLACEMENT, FakeCore
 from tests.serving.live_server import live_server
 from tests.serving.monitoring.test_live_snapshot import RECORD
@@ -36,7 +36,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b id=evil>x</b>"
 
 
 def chromium(folder, url, *options, budget_ms=2500):
-    """What Chromium prints of a page, after so much of its own time."""
+    """Return what Chromium prints of a page after ``budget_ms`` of its virtual time."""
     command = [
         CHROMIUM,
         *QUIET,
@@ -49,7 +49,7 @@ def chromium(folder, url, *options, budget_ms=2500):
 
 
 class Page(HTMLParser):
-    """The text of each element with an id, table rows by the id of their body, and all tags."""
+    """Parsed page: text of each element with an id, table rows by the id of their body, and all tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -88,7 +88,7 @@ class Page(HTMLParser):
 
 @contextlib.contextmanager
 def shown(core, *records):
-    """Address of the operators' HTTP over a core that stands still, after these requests ended."""
+    """Yield the address of the operators' HTTP over an idle core, after these requests have ended."""
 
     async def make():
         frontend = Frontend(core, lambda: 100.0)
@@ -104,7 +104,7 @@ def shown(core, *records):
 
 @contextlib.contextmanager
 def page_with(script, answer):
-    """Address of the page with more script at its end, over data from ``answer()``; without the content policy."""
+    """Yield the address of the page with more script at its end and data from ``answer()``, without its policy."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -139,11 +139,11 @@ def snapshot_of(core, *records):
     return asyncio.run(make()).snapshot()
 
 
-def test_a_served_load_in_text(tmp_path, monkeypatch):
+def test_page_shows_a_served_load(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "FRESH_S", 0.0)
     with live_server(HOSTILE) as server:
         for future in [server.generate(f"{HOSTILE}-{number}", (7, 7, 7, 7), max_tokens=1) for number in range(30)]:
-            future.result(20)
+            future.result(60)
         server.server.rebalance()
         wait_for(lambda: server.server.rebalancer.records)
         wait_for(lambda: not any(engine["running"] for engine in server.view.snapshot()["engines"]))
@@ -166,7 +166,7 @@ def test_a_served_load_in_text(tmp_path, monkeypatch):
     assert len([tag for tag, _ in page.tags if tag == "li"]) == len(decisions) > 0
     assert {row[0] for row in page.rows["requests"]} == {row["id"] for row in snapshot["requests"]}
     assert sum(int(row[2]) for row in page.rows["rules"]) == 30
-    # Text of others stays text.
+    # Text from clients stays text.
     assert page.title == f"gimbal {HOSTILE}"
     assert not [tag for tag, attributes in page.tags if tag == "img" or attributes.get("id") == "evil"]
 
@@ -179,11 +179,12 @@ def test_a_served_load_in_text(tmp_path, monkeypatch):
         ("failed", "✕ failed", f"The engine failed: {HOSTILE}"),
     ],
 )
-def test_states_are_said(tmp_path, state, mark, notice):
+def test_page_shows_the_state_and_escapes_text(tmp_path, state, mark, notice):
     class Core(FakeCore):
         def status(self):
             decision = replace(PLACEMENT, outcome="failed", reason=HOSTILE)
-            return replace(super().status(), error=HOSTILE, placements=(decision,))
+            status = super().status()
+            return replace(status, error=HOSTILE, placement=replace(status.placement, records=(decision,)))
 
     with shown(Core(state=state), replace(RECORD, outcome="error", error=HOSTILE)) as url:
         page = Page(chromium(tmp_path, url, "--dump-dom"))
@@ -196,15 +197,17 @@ def test_states_are_said(tmp_path, state, mark, notice):
     assert not [tag for tag, attributes in page.tags if tag == "img" or attributes.get("id") == "evil"]
 
 
-def test_the_heat_map_in_pixels(tmp_path):
-    """Two of four experts have all the traffic: twice an even share is one colour, nothing is another."""
+def test_heat_map_has_the_colours_of_the_shares(tmp_path):
+    """Two of four experts have all the traffic, so one half has the colour of 2x and the other that of nothing."""
 
     class Core(FakeCore):
         def status(self):
             counts_LSE = np.zeros((2, 2, 4), np.int64)
             counts_LSE[:, :, 2:] = 50
             slots_LE = np.array([[0, 1, 2, 3], [0, 1, 2, 3]], np.int32)
-            return replace(super().status(), window_counts_LSE=counts_LSE, slot_of_expert_LE=slots_LE)
+            status = super().status()
+            placement = replace(status.placement, window_counts_LSE=counts_LSE, slot_of_expert_LE=slots_LE)
+            return replace(status, placement=placement)
 
     with shown(Core()) as url:
         for scheme, hot, cold in (("1", (244, 191, 135), (33, 102, 172)), ("0", (134, 85, 40), (52, 128, 201))):
@@ -218,7 +221,7 @@ def test_the_heat_map_in_pixels(tmp_path):
             assert abs(areas[0] - areas[1]) < 0.2 * max(areas)
 
 
-def test_cells_are_reached_by_keys_and_by_the_mouse(tmp_path):
+def test_cells_are_reached_by_keys_and_mouse(tmp_path):
     keys = """
     const canvas = document.getElementById("heat");
     const key = (name) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name }));
@@ -253,7 +256,7 @@ def test_cells_are_reached_by_keys_and_by_the_mouse(tmp_path):
     assert body["data-layer"].startswith(f"Layer 1\nfullest rank 1.13{TIMES} the mean\n")
 
 
-def test_a_lost_connection_is_said_and_mended(tmp_path):
+def test_lost_connection_is_shown_until_it_returns(tmp_path):
     snapshot = snapshot_of(FakeCore())
     answers: list[None] = []
 
@@ -267,7 +270,7 @@ def test_a_lost_connection_is_said_and_mended(tmp_path):
     assert page.text["state"] == "✕ connection lost"
     assert "No answer from the server (503" in page.text["notices"]
     assert page.count("main", "stale") == 1
-    assert page.count("article", "engine") == 2  # what was known stays
+    assert page.count("article", "engine") == 2  # the last data stay
 
     answers.clear()
     with page_with("", lambda: snapshot if len(answers) > 1 else answers.append(None)) as url:
@@ -276,15 +279,16 @@ def test_a_lost_connection_is_said_and_mended(tmp_path):
     assert page.count("main", "stale") == 0
 
 
-def test_an_engine_thread_that_hangs_is_said(tmp_path):
-    snapshot = snapshot_of(FakeCore())
+@pytest.mark.parametrize(("state", "hangs"), [("serving", True), ("warming", False)])
+def test_hanging_engine_thread_is_shown_except_while_warming(tmp_path, state, hangs):
+    snapshot = snapshot_of(FakeCore(state=state))
     with page_with("", lambda: snapshot) as url:
         page = Page(chromium(tmp_path, url, "--dump-dom", budget_ms=9500))
-    assert "The engine thread has not answered for" in page.text["notices"]
+    assert ("The engine thread has not answered for" in page.text["notices"]) == hangs
 
 
-def test_nothing_piles_up_in_the_page(tmp_path):
-    """Elements after tens of changing snapshots are as many as after the first few."""
+def test_page_does_not_grow(tmp_path):
+    """The number of elements is constant over many different snapshots."""
     rounds: list[None] = []
 
     def answer():

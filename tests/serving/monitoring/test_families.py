@@ -8,12 +8,12 @@ def values(*families: Metric) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
 
-def test_one_series_for_each_label_value():
+def test_labelled_family_has_one_series_per_value():
     assert values(gauges("a", "", "kind", {"x": 1, "y": 2})) == {("a", "x"): 1, ("a", "y"): 2}
     assert values(counters("a", "", "kind", {"x": 1})) == {("a_total", "x"): 1}
 
 
-def test_engines_and_their_sum_or_another_aggregate():
+def test_engine_family_has_a_sum_or_another_aggregate():
     each = {("gimbal_engine_a", "0"): 3, ("gimbal_engine_a", "1"): 4}
     assert values(*engine_gauges("a", "", [3, 4])) == each | {("gimbal_a",): 7}
     assert values(*engine_gauges("a", "", [3, 4], aggregate=0)) == each | {("gimbal_a",): 0}
@@ -24,7 +24,7 @@ def test_engines_and_their_sum_or_another_aggregate():
     }
 
 
-def test_buckets_are_cumulative_and_of_all_engines():
+def test_histogram_buckets_are_cumulative_and_summed_over_engines():
     found = values(
         *engine_histograms("a", "", [HistogramRecord((1, 2), (3, 0, 1), 9.0), HistogramRecord((1, 2), (0, 5, 0), 8.0)])
     )

@@ -1,4 +1,4 @@
-"""What a scrape says: of a fake core field by field, and of a real server against naive recounts."""
+"""Scrapes of a fake core, field by field, and of a real server, against naive recounts."""
 
 import asyncio
 import math
@@ -15,13 +15,13 @@ from gimbal_jax.scheduler.dispatch_decision import Decision
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.monitoring.metrics import STATES, metrics_registry
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import new_server
+from tests.serving.core.ticked_core import new_core
 from tests.serving.fake_server import FakeCore, trace
 from tests.serving.scrapes import busy_scrapes, samples, scraped
 
 
 def registry_of(core, *, now=100.0, use=None):
-    """Of a frontend that was made at time 0 and whose clock stands at ``now``, after ``use(frontend)``."""
+    """Return the registry of a frontend made at time 0, with its clock at ``now``, after ``use(frontend)``."""
 
     async def main():
         times = iter([0.0])
@@ -41,7 +41,7 @@ def scrape(core, **options):
 # -- a fake core, field by field ----------------------------------------------
 
 
-def test_engines_and_their_aggregate():
+def test_engine_metrics_have_series_and_aggregate():
     core = FakeCore()
     core.traces = (
         trace(0, at=90.0, running=2, waiting=1, prefill=40, kv_use=0.5),
@@ -71,7 +71,7 @@ def test_engines_and_their_aggregate():
     assert both("prefix_cache_hits_total") == ([40, 0], 40)
 
 
-def test_steps():
+def test_step_metrics():
     found = scrape(FakeCore())
     assert found["gimbal_steps_total",] == 7
     assert [found["gimbal_step_seconds_bucket", bound] for bound in ("0.01", "0.1", "+Inf")] == [4, 6, 7]
@@ -89,13 +89,13 @@ def test_steps():
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_every_state_can_be_scraped_and_is_told(state):
+def test_every_state_can_be_scraped(state):
     found = scrape(FakeCore(state=state))
     assert {name[1] for name, value in found.items() if name[0] == "gimbal_state" and value} == {state}
     assert not any(math.isnan(value) for value in found.values())
 
 
-def test_an_engine_that_never_said_anything_is_idle_and_infinitely_old():
+def test_engine_without_trace_is_idle_and_infinitely_old():
     core = FakeCore()
     core.traces = (trace(1, at=99.0, running=3),)
     found = scrape(core)
@@ -104,7 +104,7 @@ def test_an_engine_that_never_said_anything_is_idle_and_infinitely_old():
     assert found["gimbal_trace_age_seconds",] == math.inf
 
 
-def test_compensation_and_the_last_decision():
+def test_compensation_and_scores_of_the_last_decision():
     def use(frontend):
         frontend.dispatcher.dispatch("a", 10, 0.0, engine=1)
         frontend.dispatcher.dispatch("b", 5, 0.0, engine=1)
@@ -119,7 +119,7 @@ def test_compensation_and_the_last_decision():
     assert found["gimbal_engine_dispatch_score", "1", "4 * x"] == math.inf
 
 
-def test_refused_requests_are_none_that_ended():
+def test_rejected_requests_are_not_counted_as_ended():
     def use(frontend):
         frontend.counters.outcomes.update({"stop": 2, "refused": 3})
 
@@ -148,7 +148,7 @@ def test_counts_of_a_real_server():
     assert found["gimbal_active_requests",] == found["gimbal_num_requests_running",] == 0
 
 
-def test_running_requests_are_seen_while_they_run():
+def test_running_requests_are_counted_while_they_run():
     server, _ = busy_scrapes()
     running = [samples(text)["gimbal_num_requests_running",] for text in server.texts]
     assert 0 < max(running) <= 5
@@ -170,7 +170,7 @@ def test_counters_never_fall():
     assert len(server.texts) > 20
 
 
-def test_promtool_has_nothing_to_complain_about():
+def test_promtool_accepts_the_scrape():
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed")
     server, _ = busy_scrapes()
@@ -179,7 +179,7 @@ def test_promtool_has_nothing_to_complain_about():
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_openmetrics_says_the_same():
+def test_openmetrics_has_the_same_values():
     registry = registry_of(FakeCore())
     plain = samples(generate_latest(registry).decode())
     families = parse_openmetrics(generate_openmetrics(registry).decode())
@@ -193,9 +193,9 @@ def test_openmetrics_says_the_same():
     }
 
 
-def test_a_server_that_warms_up_or_has_stopped_is_scraped():
+def test_warming_and_stopped_servers_can_be_scraped():
     async def main():
-        with new_server() as (server, _, _):
+        with new_core() as (server, _, _):
             frontend = Frontend(server, lambda: 0.0)
             registry = metrics_registry(frontend, RequestHistograms(server.config))
             warming = generate_latest(registry).decode()
@@ -208,7 +208,7 @@ def test_a_server_that_warms_up_or_has_stopped_is_scraped():
     assert "NaN" not in warming + stopped
 
 
-def test_a_server_whose_devices_are_gone_is_scraped():
+def test_failed_server_can_be_scraped():
     async def main():
         with scraped() as server:
             server.runner.steps_left = 2  # then the runner's counters are gone too

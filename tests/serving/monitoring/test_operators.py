@@ -1,4 +1,4 @@
-"""The operators' HTTP on a socket, with real clients, slow ones and odd ones."""
+"""The operators' HTTP on a socket, with normal, slow and broken clients."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from gimbal_jax.serving.monitoring import operators
 from gimbal_jax.serving.monitoring.live import PAGE, PAGE_POLICY, LiveView
 from gimbal_jax.serving.monitoring.operators import HUNG_S, serve_operators
 from gimbal_jax.serving.monitoring.request_metrics import RequestHistograms
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.fake_server import FakeCore
 
 READY, NOT_READY = (lambda: True), (lambda: False)
@@ -37,15 +37,15 @@ def serving(core=None, ready=READY, host="127.0.0.1", port=0, live=None):
 
 
 def ask(port, path, method="GET", host="127.0.0.1", **headers):
-    """Status, headers and body."""
-    connection = http.client.HTTPConnection(host, port, timeout=10)
+    """Send a request; return status, headers and body."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
     with contextlib.closing(connection):
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
         return response.status, dict(response.getheaders()), response.read()
 
 
-def test_metrics_in_both_formats():
+def test_metrics_come_as_text_and_as_openmetrics():
     with serving() as port:
         status, headers, body = ask(port, "/metrics")
         assert (status, headers["Content-Type"].split(";")[0]) == (200, "text/plain")
@@ -59,12 +59,12 @@ def test_metrics_in_both_formats():
 @pytest.mark.parametrize(
     ("state", "status"), [("warming", 200), ("serving", 200), ("draining", 200), ("stopped", 503), ("failed", 503)]
 )
-def test_health_is_of_the_process(state, status):
+def test_health_follows_the_state(state, status):
     with serving(FakeCore(state=state)) as port:
         assert ask(port, "/health")[::2] == (status, f"{state}\n".encode())
 
 
-def test_health_notices_a_step_that_hangs():
+def test_health_fails_if_a_step_hangs():
     core = FakeCore()
     with serving(core) as port:
         core.traces = (idle_trace(0, time.monotonic() - HUNG_S / 2),)
@@ -74,14 +74,14 @@ def test_health_notices_a_step_that_hangs():
         assert status == 503 and b"no step has ended for 61 s" in body
 
 
-def test_ready_is_what_the_server_says():
+def test_ready_follows_the_server():
     with serving(ready=READY) as port:
         assert ask(port, "/ready")[::2] == (200, b"ready\n")
     with serving(FakeCore(state="warming"), NOT_READY) as port:
         assert ask(port, "/ready")[::2] == (503, b"not ready: the server is warming\n")
 
 
-def test_the_page_and_its_data():
+def test_dashboard_page_and_data_are_served():
     with serving() as port:
         status, headers, body = ask(port, "/dashboard")
         assert (status, body, headers["Content-Type"]) == (200, PAGE, "text/html; charset=utf-8")
@@ -93,16 +93,16 @@ def test_the_page_and_its_data():
         assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
 
 
-def test_head_has_the_headers_alone():
+def test_head_has_headers_and_no_body():
     with serving() as port:
         status, headers, body = ask(port, "/dashboard", "HEAD")
         assert (status, headers["Content-Length"], body) == (200, str(len(PAGE)), b"")
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(b"HEAD /health HTTP/1.0\r\n\r\n")
             assert connection.makefile("rb").read().endswith(b"\r\n\r\n")
 
 
-def test_other_paths_and_methods_are_refused():
+def test_other_paths_and_methods_are_rejected():
     with serving() as port:
         status, _, body = ask(port, "/nothing")
         assert status == 404 and b"/metrics, /health, /ready, /dashboard" in body
@@ -114,15 +114,15 @@ def test_other_paths_and_methods_are_refused():
 
 
 @pytest.mark.parametrize("snapshot", [lambda: 1 // 0, lambda: {"age": float("inf")}])
-def test_what_goes_wrong_is_logged_and_the_rest_goes_on(snapshot, caplog):
+def test_failing_route_is_logged_and_the_others_work(snapshot, caplog):
     with serving(live=SimpleNamespace(snapshot=snapshot)) as port:
         status, _, body = ask(port, "/dashboard/data")
-        assert (status, body) == (500, b"internal error; the server's log has more\n")
+        assert (status, body) == (500, b"internal error; see the server's log\n")
         assert "/dashboard/data failed" in caplog.text
         assert ask(port, "/health")[0] == 200
 
 
-def test_a_port_in_use_is_told():
+def test_port_in_use_raises():
     with (
         serving() as port,
         pytest.raises(OSError, match=rf"operators' HTTP on 127.0.0.1:{port}: .*in use"),
@@ -131,7 +131,7 @@ def test_a_port_in_use_is_told():
         pass
 
 
-def test_the_port_is_free_again_afterwards():
+def test_port_is_free_after_the_block():
     with serving() as port:
         assert ask(port, "/health")[0] == 200
     with pytest.raises(OSError):
@@ -149,8 +149,8 @@ def test_ipv6():
         assert ask(port, "/health", host="::1")[0] == 200
 
 
-def test_slow_clients_are_dropped_and_hold_up_nobody(monkeypatch):
-    monkeypatch.setattr(operators, "CONNECTION_S", 0.3)
+def test_slow_clients_are_dropped_and_delay_no_other(monkeypatch):
+    monkeypatch.setattr(operators, "CONNECTION_S", 2.0)
     monkeypatch.setattr(operators, "POLL_S", 0.05)
     monkeypatch.setattr(operators, "MAX_CONNECTIONS", 4)
     with serving() as port:
@@ -161,7 +161,7 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(monkeypatch):
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             ask(port, "/health")  # one too many
         for connection in slow:
-            connection.settimeout(5)
+            connection.settimeout(60)
             assert connection.recv(100) == b""
             connection.close()
         wait_for(lambda: not any("process_request_thread" in thread.name for thread in threading.enumerate()))
@@ -173,9 +173,9 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(monkeypatch):
     [b"", b"\r\n\r\n", b"\x00\xff\x16\x03\x01\r\n\r\n", b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"GET\r\n\r\n",
      b"GET /metrics HTTP/9.9\r\n\r\n", b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n"],
 )  # fmt: skip
-def test_nonsense_is_survived(sent):
+def test_invalid_requests_do_not_stop_the_server(sent):
     with serving() as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):

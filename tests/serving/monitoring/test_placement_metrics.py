@@ -1,4 +1,4 @@
-"""Metrics of the placement loop against the functions and records that they come from."""
+"""Metrics of the placement loop against the functions and records behind them."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from gimbal_jax.serving.placement.records import PlacementTotals
 from tests.serving.fake_server import CONFIG, MODEL, FakeCore
 from tests.serving.scrapes import busy_scrapes
 
-STATUS = FakeCore().status()
+STATUS = FakeCore().status().placement
 RANKS = 4
 
 
@@ -37,21 +37,21 @@ def test_traffic_of_the_last_window():
     assert found["gimbal_balancedness", "vllm"] == balancedness_vllm(*of)
     assert found["gimbal_balancedness", "sglang"] == balancedness_sglang(*of)
     assert found["gimbal_remote_share",] == remote_share(*of)
-    assert found["gimbal_far_share",] == 0  # one machine
+    assert found["gimbal_far_share",] == 0  # one node
     two = replace(CONFIG.mesh, nodes=2)
     found = values(traffic_metrics(sparse, two, status))
     assert found["gimbal_far_share",] == far_share(counts_LSE, status.slot_of_expert_LE, two) > 0
 
 
-def test_no_traffic_is_even_and_no_number_is_missing():
+def test_layers_without_traffic_are_even():
     found = traffic(replace(STATUS, window_counts_LSE=np.zeros_like(STATUS.window_counts_LSE)))
     assert found["gimbal_rank_imbalance",] == found["gimbal_layer_imbalance", "0"] == 1
     assert not any(np.isnan(value) for value in found.values())
 
 
-def test_what_became_of_decisions():
-    totals = PlacementTotals(5, 4, 3, 2, 1.5, 0.5, predicted_gain=0.2, achieved_gain=-0.1)
-    found = values(loop_metrics(replace(STATUS, placement_totals=totals), now=10.0, start=0.0))
+def test_decisions_are_counted_by_outcome():
+    totals = PlacementTotals(5, 4, 3, 2, 1.5, 0.5, 3, 4096, predicted_gain=0.2, achieved_gain=-0.1)
+    found = values(loop_metrics(replace(STATUS, totals=totals), now=10.0, start=0.0))
     decisions = {key[1]: value for key, value in found.items() if key[0] == "gimbal_placement_decisions_total"}
     assert decisions == {"kept": 5, "applied": 4, "decision_failed": 3, "migration_failed": 2}
     assert found["gimbal_placement_decision_seconds_total",] == 1.5
@@ -64,21 +64,21 @@ def test_what_became_of_decisions():
     assert found["gimbal_windows_lost_total",] == 2
 
 
-def test_a_gain_that_is_not_known_is_not_told():
-    found = values(loop_metrics(replace(STATUS, placement_totals=PlacementTotals()), 10.0, 0.0))
+def test_unknown_gain_has_no_sample():
+    found = values(loop_metrics(replace(STATUS, totals=PlacementTotals()), 10.0, 0.0))
     assert not any("gain" in key[0] for key in found)
 
 
 @pytest.mark.parametrize(("last", "age"), [(None, 100.0), (70.0, 30.0)])
-def test_ages_run_from_the_start_until_something_happens(last, age):
-    found = values(loop_metrics(replace(STATUS, last_rebalance=last), now=100.0, start=0.0))
+def test_ages_run_from_start_until_the_first_event(last, age):
+    found = values(loop_metrics(replace(STATUS, totals=PlacementTotals(last_rebalance=last)), now=100.0, start=0.0))
     assert found["gimbal_last_rebalance_age_seconds",] == age
     assert found["gimbal_last_placement_decision_age_seconds",] == 99.0
-    found = values(loop_metrics(replace(STATUS, placements=()), now=100.0, start=20.0))
+    found = values(loop_metrics(replace(STATUS, records=()), now=100.0, start=20.0))
     assert found["gimbal_last_placement_decision_age_seconds",] == 80.0
 
 
-def test_a_real_server_moved_experts_and_gained_what_it_foretold():
+def test_metrics_of_a_real_migration():
     server, found = busy_scrapes()
     applied = [record for record in server.server.rebalancer.records if record.outcome == "applied"]
     assert len(applied) == found["gimbal_placement_decisions_total", "applied"] == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gimbal_jax.serving.frontend.record import Origin
 from gimbal_jax.serving.monitoring import request_log
 from gimbal_jax.serving.monitoring.request_log import RequestLog, json_line, text_line
-from tests.serving.core.ticked_server import wait_for
+from tests.serving.core.ticked_core import wait_for
 from tests.serving.records import ended
 
 ENDED = 1_800_000_000.25
@@ -125,7 +125,7 @@ def test_stream_that_hangs_delays_no_request(monkeypatch):
 
     class Hanging(io.StringIO):
         def write(self, text):
-            gate.wait(20)
+            gate.wait(60)
             return super().write(text)
 
     stream = Hanging()

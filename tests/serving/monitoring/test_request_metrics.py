@@ -1,4 +1,4 @@
-"""Histograms of requests against counts made by hand."""
+"""Histograms of requests against counts by hand."""
 
 import itertools
 
@@ -13,11 +13,11 @@ from tests.serving.scrapes import busy_scrapes
 @pytest.mark.parametrize(
     ("most", "bounds"), [(1, (1,)), (4, (1, 2)), (100, (1, 2, 5, 10, 20, 50, 100)), (64, (1, 2, 5, 10, 20, 50))]
 )
-def test_bounds_of_lengths_are_vllms(most, bounds):
+def test_token_bounds_are_vllms(most, bounds):
     assert token_bounds(most) == bounds
 
 
-def test_a_complete_request_is_measured_whole():
+def test_complete_request_enters_every_histogram():
     assert measured(ended()) == {
         "time_to_first_token_seconds": 1.0,
         "request_queue_time_seconds": 0.25,
@@ -32,7 +32,7 @@ def test_a_complete_request_is_measured_whole():
 
 
 @pytest.mark.parametrize("outcome", ["abort", "cancelled", "error"])
-def test_one_that_ended_early_counts_as_far_as_it_came(outcome):
+def test_incomplete_request_enters_the_histograms_it_reached(outcome):
     began = {"request_queue_time_seconds": 0.25}
     first = {"time_to_first_token_seconds": 1.0, "request_prefill_time_seconds": 0.75}
     assert measured(ended(outcome=outcome)) == began | first
@@ -40,7 +40,7 @@ def test_one_that_ended_early_counts_as_far_as_it_came(outcome):
     assert measured(ended(outcome=outcome, queue_s=None, first_token_s=None)) == {}
 
 
-def test_no_output_has_no_time_per_token():
+def test_request_without_output_has_no_time_per_token():
     assert "request_time_per_output_token_seconds" not in measured(ended(output_tokens=1))
     silent = measured(ended(output_tokens=0, first_token_s=None, outcome="stop"))
     assert set(silent) == {
@@ -52,7 +52,7 @@ def test_no_output_has_no_time_per_token():
     }
 
 
-def test_every_engine_has_its_own_and_a_request_without_one_has_none():
+def test_histograms_are_per_engine():
     histograms = RequestHistograms(ServerConfig(MeshConfig(dp=3), EngineConfig(max_model_len=100)))
     for record in (ended(engine=0), ended(engine=2), ended(engine=2, outcome="refused"), ended(engine=None)):
         histograms.observe(record)
@@ -86,7 +86,7 @@ def test_histograms_of_a_real_server_are_those_of_its_records(name):
     assert seen >= 2 * 24
 
 
-def test_names_and_bounds_are_unlike_for_times_and_lengths():
+def test_times_and_lengths_have_different_bounds():
     histograms = RequestHistograms(ServerConfig(engine=EngineConfig(max_model_len=100)))
     bounds = {
         family.name: [sample.labels["le"] for sample in family.samples if "le" in sample.labels]

@@ -4,7 +4,7 @@ import pytest
 
 from gimbal_jax.exceptions import Unauthenticated
 from gimbal_jax.serving.network.api_keys import GATEWAY, authenticate, load_keys, new_key
-from tests.serving.rpc.test_access import EXPIRY, KEY, KEY_FILE, OLD_KEY, OTHER_KEY
+from tests.serving.rpc.test_interceptors import EXPIRY, KEY, KEY_FILE, OLD_KEY, OTHER_KEY
 
 
 def write(tmp_path, text):

@@ -6,7 +6,9 @@ import ssl
 
 import pytest
 
-from gimbal_jax.serving.command_handshake import follower_tls, leader_tls
+from gimbal_jax.cli.serve.group import command_tls
+from gimbal_jax.cli.serve.options import ServeOptions
+from gimbal_jax.cli.serve.processes import Processes
 from gimbal_jax.serving.network.tls import pinned_context, server_context
 from tests.serving.rpc.test_tls import Authority
 
@@ -23,6 +25,14 @@ def authority(tmp_path_factory):
 
 def files(authority, name):
     return authority.folder / f"{name}.pem", authority.folder / f"{name}.key"
+
+
+def leader_tls(cert, key):
+    return command_tls(Processes(2, 0, ("host", 1), 2), ServeOptions("m", command_cert=cert, command_key=key))
+
+
+def follower_tls(cert):
+    return command_tls(Processes(2, 1, ("host", 1), 2), ServeOptions("m", command_cert=cert))
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:

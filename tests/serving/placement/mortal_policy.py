@@ -1,4 +1,4 @@
-"""A placement policy for processes to import, which does not survive every window."""
+"""A placement policy that kills its process on an empty window, for child processes to import."""
 
 import os
 import signal

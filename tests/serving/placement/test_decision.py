@@ -13,11 +13,11 @@ from gimbal_jax.serving.placement.decision import decide, gain_of
 MESH = MeshConfig(dp=4, tp=1, nodes=2)
 CONFIG = ServerConfig(MESH, placement=PlacementConfig("gimbal_refined"))
 OLD_LE = static_placement(2, 16, 4)
-# The second node uses the experts of the first most, and the other way round, but no source of it does.
+# Each node as a whole uses the other node's experts most, but no single source does.
 COUNTS_LSE = np.repeat(np.array([[[40, 30], [0, 30], [30, 40], [30, 0]]] * 2), 8, axis=2)
 
 
-def test_the_policy_decides_by_the_nodes_and_what_crosses_between_them_is_measured():
+def test_decision_uses_node_distances_and_measures_far_share():
     decision = decide(propose, COUNTS_LSE, OLD_LE, CONFIG, COUNTS_LSE, None)
     new_LE = propose(COUNTS_LSE, OLD_LE, MESH, CONFIG.placement).slot_of_expert_LE
     assert np.array_equal(decision.proposal.slot_of_expert_LE, new_LE)
@@ -30,7 +30,7 @@ def test_the_policy_decides_by_the_nodes_and_what_crosses_between_them_is_measur
     assert decision.achieved_gain is None
 
 
-def test_a_placement_is_judged_by_the_same_distances():
+def test_achieved_gain_uses_node_distances():
     new_LE = propose(COUNTS_LSE, OLD_LE, MESH, CONFIG.placement).slot_of_expert_LE
     apart_SR = distance_SR(MESH, CONFIG.placement.far_distance)
     before, after = (
@@ -45,7 +45,7 @@ def test_a_placement_is_judged_by_the_same_distances():
     assert judged.achieved_gain == gain
 
 
-def test_what_cannot_be_decided_says_why():
+def test_invalid_far_distance_raises():
     with pytest.raises(ValueError, match=r"far_distance 0.*: must be a finite number of at least 1"):
         decide(
             propose, COUNTS_LSE, OLD_LE, ServerConfig(MESH, placement=PlacementConfig(far_distance=0)), COUNTS_LSE, None

@@ -1,4 +1,4 @@
-"""Decisions in a child process: the same answers, whatever becomes of the child, and nothing left of it."""
+"""Decisions in a child process: equal answers, deaths of the child, and a clean end."""
 
 import os
 import pickle
@@ -15,13 +15,14 @@ import pytest
 from gimbal_jax.config import MeshConfig, PlacementConfig, ServerConfig
 from gimbal_jax.scheduler.placement import propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
-from gimbal_jax.serving.core.core import Server
+from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.child import NICENESS
 from gimbal_jax.serving.placement.decision import decide
 from gimbal_jax.serving.placement.process import PlacementProcess
+from gimbal_jax.serving.placement.rebalance import Rebalancer
 from gimbal_jax.serving.placement.records import PlacementRecord
-from tests.serving.core.ticked_server import CONFIG as TICKED
-from tests.serving.core.ticked_server import request, wait_for
+from tests.serving.core.ticked_core import CONFIG as TICKED
+from tests.serving.core.ticked_core import request, wait_for
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL
 from tests.serving.placement.mortal_policy import dies_without_traffic
@@ -29,7 +30,7 @@ from tests.serving.placement.mortal_policy import dies_without_traffic
 CONFIG = ServerConfig(MeshConfig(2, 2), placement=PlacementConfig(policy="gimbal_refined", min_gain=0.0))
 COUNTS_LSE = next(synthetic_windows(WindowConfig(layers=3), np.random.default_rng(0))).counts_LSE
 PATIENCE_S = 120.0
-"""The child is nice: on a busy machine it takes its time."""
+"""Seconds to wait for a decision. The child has low priority, so a busy machine delays it."""
 HERE_LE = static_placement(3, 128, CONFIG.mesh.ranks)
 
 
@@ -43,7 +44,7 @@ def process():
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Return whether a process runs. A zombie does not."""
     status = Path(f"/proc/{pid}/status")
     try:
         return "\nState:\tZ" not in status.read_text()
@@ -55,7 +56,7 @@ def pid_of(executor: PlacementProcess) -> int:
     return executor.submit(os.getpid).result()
 
 
-def test_it_decides_as_a_call_here_would():
+def test_child_decides_like_a_local_call():
     call = propose, COUNTS_LSE, HERE_LE, CONFIG, COUNTS_LSE, HERE_LE
     with process() as executor:
         there = executor.submit(decide, *call).result()
@@ -68,16 +69,16 @@ def test_it_decides_as_a_call_here_would():
     assert there.achieved_gain == here.achieved_gain
 
 
-def test_one_child_serves_all_calls_in_turn_and_gives_way_to_steps():
+def test_one_nice_child_runs_all_calls():
     with process() as executor:
         pids = [executor.submit(os.getpid) for _ in range(3)]
         nice = executor.submit(os.nice, 0).result()
         assert len({pid.result() for pid in pids}) == 1
         assert pids[0].result() != os.getpid()
-    assert nice == os.nice(0) + NICENESS
+    assert nice == min(os.nice(0) + NICENESS, 19)
 
 
-def test_the_child_loads_no_jax_and_no_grpc():
+def test_child_loads_no_jax_and_no_grpc():
     with process() as executor:
         executor.submit(decide, propose, COUNTS_LSE, HERE_LE, CONFIG, COUNTS_LSE, None).result()
         loaded = executor.submit(eval, "sorted(__import__('sys').modules)").result()
@@ -85,7 +86,7 @@ def test_the_child_loads_no_jax_and_no_grpc():
     assert {"jax", "grpc", "flax"}.isdisjoint(loaded)
 
 
-def test_what_a_decision_raises_fails_it_alone():
+def test_raised_error_fails_only_its_call():
     with process() as executor:
         uneven = executor.submit(decide, propose, COUNTS_LSE, HERE_LE[:, :-1], CONFIG, COUNTS_LSE, None)
         with pytest.raises(RuntimeError, match="127 experts cannot be split over 4 ranks"):
@@ -96,7 +97,7 @@ def test_what_a_decision_raises_fails_it_alone():
         assert pid_of(executor) == pid
 
 
-def test_what_cannot_be_sent_fails_and_the_child_goes_on():
+def test_unpicklable_call_fails_and_the_child_goes_on():
     with process() as executor:
         pid = pid_of(executor)
         with pytest.raises((pickle.PicklingError, AttributeError)):
@@ -106,13 +107,13 @@ def test_what_cannot_be_sent_fails_and_the_child_goes_on():
         assert pid_of(executor) == pid
 
 
-def test_what_it_prints_is_no_answer():
+def test_printed_text_is_not_taken_for_an_answer():
     with process() as executor:
         executor.submit(print, "not pickle", flush=True).result()
         assert executor.submit(abs, -2).result() == 2
 
 
-def test_a_child_that_dies_at_work_fails_that_call_and_the_next_gets_a_new_one(tmp_path):
+def test_death_in_a_call_fails_it_and_the_next_call_gets_a_new_child(tmp_path):
     with process() as executor:
         pid, at_work = pid_of(executor), tmp_path / "at work"
         slow = executor.submit(exec, f"import time; open({str(at_work)!r}, 'w').close(); time.sleep(60)")
@@ -123,7 +124,7 @@ def test_a_child_that_dies_at_work_fails_that_call_and_the_next_gets_a_new_one(t
         assert pid_of(executor) != pid
 
 
-def test_a_child_that_died_idle_fails_nothing():
+def test_death_while_idle_fails_no_call():
     with process() as executor:
         pid = pid_of(executor)
         os.kill(pid, signal.SIGKILL)
@@ -131,30 +132,30 @@ def test_a_child_that_died_idle_fails_nothing():
         assert pid_of(executor) != pid
 
 
-def test_an_interrupt_at_the_terminal_does_not_end_it():
+def test_child_ignores_interrupts():
     with process() as executor:
         pid = pid_of(executor)
         os.kill(pid, signal.SIGINT)
         assert pid_of(executor) == pid
 
 
-def test_shutdown_waits_for_no_decision_and_leaves_no_process():
+def test_shutdown_kills_the_child_and_its_call():
     executor = PlacementProcess()
     pid = pid_of(executor)
-    slow = executor.submit(time.sleep, 60)
+    slow = executor.submit(time.sleep, 600)
     wait_for(slow.running)
     began = time.monotonic()
     executor.shutdown(cancel_futures=True)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert slow.exception() is not None
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_shutdown_of_one_never_used_starts_nothing():
+def test_shutdown_without_calls_starts_no_child():
     PlacementProcess().shutdown()
 
 
-def test_it_ends_with_its_parent_however_that_ends():
+def test_child_ends_when_its_parent_is_killed():
     program = (
         "import os, time\n"
         "from gimbal_jax.serving.placement.process import PlacementProcess\n"
@@ -170,15 +171,16 @@ def test_it_ends_with_its_parent_however_that_ends():
     wait_for(lambda: not alive(pid))
 
 
-def test_a_server_survives_the_child_that_decides_for_it():
+def test_server_survives_the_death_of_the_child():
     runner = FakeRunner(MODEL, TICKED)
-    server = Server(MODEL, TICKED, runner, placement_policy=dies_without_traffic, placement_executor=PlacementProcess())
+    rebalancer = Rebalancer(MODEL, TICKED, runner, PlacementProcess(), dies_without_traffic)
+    server = EngineCore(MODEL, TICKED, runner, rebalancer)
     records: tuple[PlacementRecord, ...] = ()
 
     def decided(count: int) -> bool:
         nonlocal records
         server.tick(0.0)
-        records = server.status().placements
+        records = server.status().placement.records
         return len(records) == count and records[-1].outcome != "migrating"
 
     try:

@@ -1,4 +1,4 @@
-"""The placement loop over a fake runner, with decisions made at once unless a test holds them back."""
+"""The placement loop over a fake runner. Decisions are made immediately unless a test holds them back."""
 
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -13,15 +13,16 @@ from gimbal_jax.scheduler.objective import placement_cost_L
 from gimbal_jax.scheduler.placement import Proposal, propose
 from gimbal_jax.scheduler.traffic import expert_pressure_S, imbalance_L, remote_share
 from gimbal_jax.serving.placement import rebalance
-from gimbal_jax.serving.placement.rebalance import ClosedWindow, Rebalancer, move_to
+from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
 from tests.serving.engine.fake_runner import FakeRunner
 from tests.serving.fake_server import MODEL as FAKE_MODEL
+from tests.serving.placement.windows import Windows
 
 LAYERS, EXPERTS = 5, 8
 MODEL = replace(FAKE_MODEL, num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=EXPERTS)
 CONFIG = ServerConfig(MeshConfig(2, 2), placement=PlacementConfig(window_steps=3, rows_per_pair=1))
 RANKS = CONFIG.mesh.ranks
-# All load on the experts that share rank 0 and, of the other source, rank 2: any policy wants to part them.
+# One source loads two experts of rank 0, the other two of rank 2. Every policy separates them.
 SKEWED_LSE = np.tile(np.array([[90, 80, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 70, 60, 5, 6]]), (LAYERS, 1, 1))
 
 
@@ -36,7 +37,7 @@ class AtOnce(Executor):
 
 
 class Held(Executor):
-    """Keeps what is submitted until ``run``."""
+    """Keeps a submitted call until ``run``."""
 
     def __init__(self) -> None:
         self.jobs: list = []
@@ -50,24 +51,24 @@ class Held(Executor):
         future.set_result(fn(*args))
 
 
-def loop(executor=None, policy_function=None, on_window=None, **placement) -> tuple[Rebalancer, FakeRunner]:
+def loop(executor=None, policy_function=None, windows=None, **placement) -> tuple[Rebalancer, FakeRunner]:
     config = replace(CONFIG, placement=replace(CONFIG.placement, **placement))
     runner = FakeRunner(MODEL, config)
-    return Rebalancer(MODEL, config, runner, executor or AtOnce(), policy_function, on_window), runner
+    return Rebalancer(MODEL, config, runner, executor or AtOnce(), policy_function, windows), runner
 
 
 def steps(rebalancer: Rebalancer, runner: FakeRunner, count: int, counts_LSE=SKEWED_LSE, first: int = 0) -> None:
-    """As many steps with this traffic each, and the tick after each of them."""
+    """Run ``count`` steps with this traffic each, and a tick after each step."""
     for step in range(first, first + count):
         runner.counts_LSE += counts_LSE
-        rebalancer.stepped()
-        rebalancer.fetched()
-        rebalancer.tick(now=float(step), step=step)
+        rebalancer.traffic.step_enqueued()
+        rebalancer.traffic.step_fetched()
+        rebalancer.tick(now=float(step))
 
 
 def ticks(rebalancer: Rebalancer, count: int, now: float = 100.0) -> None:
     for _ in range(count):
-        rebalancer.tick(now, 0)
+        rebalancer.tick(now)
 
 
 # -- windows ------------------------------------------------------------------
@@ -82,20 +83,20 @@ def test_window_closes_after_its_steps_and_the_next_starts_empty():
     other_LSE = SKEWED_LSE[:, ::-1]
     steps(rebalancer, runner, 3, other_LSE)
     assert np.array_equal(rebalancer.window_LSE, 3 * other_LSE)
-    assert np.array_equal(rebalancer.total_LSE, 3 * SKEWED_LSE + 3 * other_LSE)
+    assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE + 3 * other_LSE)
 
 
-def test_looking_in_between_loses_no_traffic():
+def test_collecting_early_loses_no_traffic():
     rebalancer, runner = loop(policy="static")
     for step in range(3):
         steps(rebalancer, runner, 1, first=step)
-        rebalancer.collect()
-        rebalancer.pressure_S()
+        rebalancer.traffic.collect()
+        rebalancer.traffic.pressure_S()
     assert np.array_equal(rebalancer.window_LSE, 3 * SKEWED_LSE)
-    assert np.array_equal(rebalancer.total_LSE, 3 * SKEWED_LSE)
+    assert np.array_equal(rebalancer.traffic.total_LSE, 3 * SKEWED_LSE)
 
 
-def test_a_decision_can_be_asked_for_early():
+def test_ask_closes_the_window_early():
     rebalancer, runner = loop(policy="static")
     steps(rebalancer, runner, 1)
     rebalancer.ask()
@@ -106,7 +107,7 @@ def test_a_decision_can_be_asked_for_early():
     assert len(rebalancer.records) == 1
 
 
-def test_smoothing_lets_earlier_windows_count_in_decisions_only():
+def test_smoothing_adds_earlier_windows_to_decisions_only():
     seen = []
 
     def remember(counts_LSE, *others):
@@ -124,24 +125,24 @@ def test_smoothing_lets_earlier_windows_count_in_decisions_only():
     assert not rebalancer.window_LSE.any()
 
 
-def test_closed_windows_are_handed_out_as_they_were():
-    windows: list[ClosedWindow] = []
-    rebalancer, runner = loop(policy="eplb", on_window=windows.append)
+def test_listener_receives_each_window_as_counted():
+    windows = Windows()
+    rebalancer, runner = loop(policy="eplb", windows=windows)
     before_LE = runner.slot_of_expert_LE
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 3)
     rebalancer.ask()
     steps(rebalancer, runner, 2, first=10)
-    first, second = windows
+    first, second = windows.closed
     assert np.array_equal(first.counts_LSE, 3 * SKEWED_LSE)
-    assert (first.steps, first.step, first.time) == (3, 2, 2.0)
+    assert (first.steps, first.step, first.time) == (3, 3, 2.0)
     assert np.array_equal(first.slot_of_expert_LE, before_LE)
     assert np.array_equal(second.counts_LSE, SKEWED_LSE)
-    assert (second.steps, second.step) == (1, 10)
+    assert (second.steps, second.step) == (1, 4)
     assert not np.array_equal(second.slot_of_expert_LE, before_LE)
 
 
-def test_an_empty_window_keeps_the_placement():
+def test_empty_window_keeps_the_placement():
     rebalancer, _ = loop()
     rebalancer.ask()
     ticks(rebalancer, 2)
@@ -150,7 +151,7 @@ def test_an_empty_window_keeps_the_placement():
     assert (record.imbalance_before, record.remote_share_before) == (1.0, 0.0)
 
 
-def test_one_decision_at_a_time_and_traffic_goes_on_counting():
+def test_traffic_counts_while_one_decision_runs():
     held = Held()
     rebalancer, runner = loop(held)
     steps(rebalancer, runner, 3)
@@ -168,23 +169,23 @@ def test_one_decision_at_a_time_and_traffic_goes_on_counting():
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_new_placement_is_told_once_all_its_experts_have_moved(complete):
-    told: list[np.ndarray] = []
+def test_on_placement_is_called_once_all_experts_have_moved(complete):
+    placements: list[np.ndarray] = []
     config = replace(CONFIG, placement=replace(CONFIG.placement, policy="eplb"))
     runner = FakeRunner(MODEL, config)
-    rebalancer = Rebalancer(MODEL, config, runner, AtOnce(), on_placement=told.append)
+    rebalancer = Rebalancer(MODEL, config, runner, AtOnce(), on_placement=placements.append)
     steps(rebalancer, runner, config.placement.window_steps)
-    assert told == []
+    assert placements == []
     if not complete:
         runner.migrations_left = 0
     ticks(rebalancer, 20)
-    assert len(told) == int(complete)
+    assert len(placements) == int(complete)
     if complete:
-        np.testing.assert_array_equal(told[0], runner.slot_of_expert_LE)
+        np.testing.assert_array_equal(placements[0], runner.slot_of_expert_LE)
 
 
 @pytest.mark.parametrize("policy", ["gimbal", "eplb"])
-def test_applied_decision(policy):
+def test_applied_decision_is_recorded_with_its_stats(policy):
     rebalancer, runner = loop(policy=policy)
     before_LE = runner.slot_of_expert_LE
     wanted = propose(3 * SKEWED_LSE, before_LE, CONFIG.mesh, replace(CONFIG.placement, policy=policy))
@@ -192,22 +193,22 @@ def test_applied_decision(policy):
     ticks(rebalancer, 1, now=50.0)
     (record,) = rebalancer.records
     assert record.outcome == "migrating"
-    assert rebalancer.last_rebalance is None
+    assert rebalancer.totals.last_rebalance is None
     ticks(rebalancer, 1, now=51.0)
 
     (record,) = rebalancer.records
     assert (record.outcome, record.policy, record.time) == ("applied", policy, 50.0)
     assert np.array_equal(runner.slot_of_expert_LE, wanted.slot_of_expert_LE)
-    assert record.experts_moved == rebalancer.experts_moved == wanted.experts_moved > 0
+    assert record.experts_moved == rebalancer.totals.experts_moved == wanted.experts_moved > 0
     assert record.imbalance_before == imbalance_L(SKEWED_LSE, before_LE, RANKS).mean()
     assert record.imbalance_after == imbalance_L(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS).mean()
     assert record.imbalance_after < record.imbalance_before
     assert record.remote_share_before == remote_share(SKEWED_LSE, before_LE, RANKS)
     assert record.remote_share_after == remote_share(SKEWED_LSE, wanted.slot_of_expert_LE, RANKS)
-    assert record.far_share_before == record.far_share_after == 0  # one machine
-    assert rebalancer.last_rebalance == 51.0
+    assert record.far_share_before == record.far_share_after == 0  # one node
+    assert rebalancer.totals.last_rebalance == 51.0
     moves = sum(len(moves.src_slot) for _, moves in runner.migrated)
-    assert rebalancer.bytes_moved == moves * runner.expert_bytes
+    assert rebalancer.totals.bytes_moved == moves * runner.expert_bytes
 
 
 @pytest.mark.parametrize(("budget", "rounds_of_tick"), [(1, [1, 1, 1, 1, 1]), (500, [2, 2, 1]), (10**9, [5])])
@@ -222,7 +223,7 @@ def test_rounds_stop_at_the_byte_budget_of_a_tick(budget, rounds_of_tick):
         rounds.append(len(runner.migrated) - done)
     assert [len(moves.src_slot) * runner.expert_bytes for _, moves in runner.migrated] == [400] * LAYERS
     assert rounds == rounds_of_tick
-    assert rebalancer.bytes_moved == LAYERS * 400
+    assert rebalancer.totals.bytes_moved == LAYERS * 400
 
 
 def test_failed_migration_keeps_the_last_complete_round():
@@ -235,9 +236,9 @@ def test_failed_migration_keeps_the_last_complete_round():
     ((layer, done),) = runner.migrated
     assert np.array_equal(runner.slot_of_expert_LE[layer], done.slot_of_expert_E)
     assert np.array_equal(np.sort(runner.slot_of_expert_LE, axis=1), np.tile(np.arange(EXPERTS), (LAYERS, 1)))
-    assert rebalancer.experts_moved == 0
-    assert rebalancer.last_rebalance is None
-    assert rebalancer.bytes_moved == len(done.src_slot) * runner.expert_bytes
+    assert rebalancer.totals.experts_moved == 0
+    assert rebalancer.totals.last_rebalance is None
+    assert rebalancer.totals.bytes_moved == len(done.src_slot) * runner.expert_bytes
 
     runner.migrations_left = None
     steps(rebalancer, runner, 3)
@@ -246,7 +247,7 @@ def test_failed_migration_keeps_the_last_complete_round():
 
 
 @pytest.mark.parametrize("error", [TypeError("a bug"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), MemoryError()])
-def test_whatever_a_migration_raises_before_it_changes_anything_is_survived(monkeypatch, error):
+def test_migration_error_before_the_first_round_changes_nothing(monkeypatch, error):
     def fail(layer, moves):
         raise error
 
@@ -262,7 +263,7 @@ def test_whatever_a_migration_raises_before_it_changes_anything_is_survived(monk
     assert [record.outcome for record in rebalancer.records] == ["failed", "applied"]
 
 
-def test_lost_weights_are_not_served_on(monkeypatch):
+def test_lost_devices_end_the_loop(monkeypatch):
     def fail(layer, moves):
         raise DevicesLost("gone")
 
@@ -274,7 +275,7 @@ def test_lost_weights_are_not_served_on(monkeypatch):
         ticks(rebalancer, 1)
 
 
-def test_failed_decision_keeps_the_placement_and_the_loop_alive():
+def test_failed_decision_keeps_the_placement_and_the_loop_goes_on():
     calls = iter(range(2))
     rebalancer, runner = loop(policy_function=lambda *arguments: propose(*arguments) if next(calls) else 1 // 0)
     steps(rebalancer, runner, 3)
@@ -291,7 +292,7 @@ def test_failed_decision_keeps_the_placement_and_the_loop_alive():
     assert rebalancer.records[-1].outcome == "applied"
 
 
-def test_a_policy_of_ones_own_decides_and_is_named():
+def test_own_policy_decides_and_is_named_in_the_record():
     def swap_first(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
@@ -305,7 +306,7 @@ def test_a_policy_of_ones_own_decides_and_is_named():
     assert runner.slot_of_expert_LE.tolist() == [[7, 1, 2, 3, 4, 5, 6, 0]] * LAYERS
 
 
-def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
+def test_proposal_that_is_no_permutation_fails_and_moves_nothing():
     def twice(counts_LSE, slot_of_expert_LE, mesh, config):
         return Proposal(0 * slot_of_expert_LE, 1.0, 0.5, 1, True, "wrong")
 
@@ -316,13 +317,13 @@ def test_a_policy_that_returns_no_permutation_fails_and_moves_nothing():
     assert not runner.migrated
 
 
-def test_a_runner_starts_from_any_placement():
+def test_apply_placement_brings_a_runner_to_any_placement():
     runner = FakeRunner(MODEL, CONFIG)
     wanted_LE = np.random.default_rng(0).permuted(runner.slot_of_expert_LE, axis=1)
-    move_to(runner, wanted_LE, CONFIG)
+    apply_placement(runner, wanted_LE, CONFIG)
     assert np.array_equal(runner.slot_of_expert_LE, wanted_LE)
     runner.migrated.clear()
-    move_to(runner, wanted_LE, CONFIG)
+    apply_placement(runner, wanted_LE, CONFIG)
     assert not runner.migrated
 
 
@@ -337,41 +338,41 @@ def test_static_never_moves_and_records_are_bounded():
 # -- pressure -----------------------------------------------------------------
 
 
-def test_pressure_is_of_the_steps_since_the_last_call():
+def test_pressure_covers_the_steps_since_the_last_call():
     rebalancer, runner = loop(policy="static")
-    assert rebalancer.pressure_S().tolist() == [0.0, 0.0]
+    assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
     steps(rebalancer, runner, 2)
-    # Per step and layer, of 2 tokens' experts each: ranks 0 and 1 hold experts 0 to 3.
+    # Expert tokens per step and layer. Ranks 0 and 1, of engine 0, hold experts 0 to 3.
     halves = SKEWED_LSE[0].sum(axis=0).reshape(2, 4).sum(axis=1)
-    assert np.allclose(rebalancer.pressure_S(), halves / MODEL.experts_per_token)
+    assert np.allclose(rebalancer.traffic.pressure_S(), halves / MODEL.experts_per_token)
     steps(rebalancer, runner, 4, 2 * SKEWED_LSE)
-    assert np.allclose(rebalancer.pressure_S(), 2 * halves / MODEL.experts_per_token)
-    assert rebalancer.pressure_S().tolist() == [0.0, 0.0]
+    assert np.allclose(rebalancer.traffic.pressure_S(), 2 * halves / MODEL.experts_per_token)
+    assert rebalancer.traffic.pressure_S().tolist() == [0.0, 0.0]
 
 
-def test_the_straggler_form_of_pressure():
+def test_pressure_max_uses_the_fullest_rank():
     config = replace(CONFIG, dispatch=DispatchConfig(expert_pressure="max"))
     runner = FakeRunner(MODEL, config)
     rebalancer = Rebalancer(MODEL, config, runner, AtOnce())
     steps(rebalancer, runner, 2)
-    # Ranks hold two experts each: the fullest of the first two has 170 + 3 tokens a step, of the other two 7 + 130.
-    assert np.allclose(rebalancer.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
+    # Each rank holds two experts. The fullest rank has 170 + 3 tokens a step in engine 0, 7 + 130 in engine 1.
+    assert np.allclose(rebalancer.traffic.pressure_S(), np.array([173, 137]) / MODEL.experts_per_token)
 
 
-def test_pressure_follows_the_placement_in_force():
+def test_pressure_uses_the_current_placement():
     rebalancer, runner = loop(policy="eplb")
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)
-    rebalancer.pressure_S()
+    rebalancer.traffic.pressure_S()
     steps(rebalancer, runner, 1)
     expected_S = expert_pressure_S(SKEWED_LSE, runner.slot_of_expert_LE, RANKS, 1, MODEL.experts_per_token)
-    assert np.allclose(rebalancer.pressure_S(), expected_S)
+    assert np.allclose(rebalancer.traffic.pressure_S(), expected_S)
 
 
 # -- totals -------------------------------------------------------------------
 
 
-def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
+def test_achieved_gain_is_measured_on_the_next_window():
     rebalancer, runner = loop(policy="eplb")
     before_LE = runner.slot_of_expert_LE
     steps(rebalancer, runner, 3)
@@ -395,7 +396,7 @@ def test_a_decision_is_judged_on_the_next_window_as_it_was_on_its_own():
     assert rebalancer.totals.achieved_gain != pytest.approx(predicted)
 
 
-def test_the_same_traffic_again_gives_what_was_foretold():
+def test_achieved_gain_equals_predicted_gain_on_equal_traffic():
     rebalancer, runner = loop(smoothing=0.0)
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)
@@ -405,7 +406,7 @@ def test_the_same_traffic_again_gives_what_was_foretold():
     assert rebalancer.totals.achieved_gain == pytest.approx(rebalancer.totals.predicted_gain)
 
 
-def test_each_applied_placement_is_judged_anew():
+def test_achieved_gain_is_reset_by_each_applied_placement():
     def swap(counts_LSE, slot_of_expert_LE, mesh, config):
         new_slot_LE = slot_of_expert_LE.copy()
         new_slot_LE[:, [0, -1]] = slot_of_expert_LE[:, [-1, 0]]
@@ -425,7 +426,7 @@ def test_each_applied_placement_is_judged_anew():
     assert first is not None and second is not None and first * second < 0  # there, and back again
 
 
-def test_a_window_without_traffic_judges_nothing():
+def test_empty_window_measures_no_gain():
     rebalancer, runner = loop(policy="eplb")
     steps(rebalancer, runner, 3)
     ticks(rebalancer, 2)

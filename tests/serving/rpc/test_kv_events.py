@@ -8,11 +8,11 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from gimbal_jax.serving.engine.pages import PageNews
+from gimbal_jax.serving.engine.pages import CacheEvents
 from gimbal_jax.serving.frontend import prefix_index
 from gimbal_jax.serving.rpc import kv_events
 from gimbal_jax.serving.rpc.kv_events import block_hash
-from tests.serving.engine.page_news import pages_of, removed, stored
+from tests.serving.engine.cache_events import pages_of, removed, stored
 from tests.serving.fake_server import FakeCore, running_server, with_server
 
 A, B, C = (pages_of(text) for text in ([1] * 12, [1] * 8 + [2] * 8, [3] * 4))
@@ -33,7 +33,7 @@ class Subscriber:
 
     async def read(self, count=1):
         for _ in range(count):
-            batch = await asyncio.wait_for(self.call.read(), 5)
+            batch = await asyncio.wait_for(self.call.read(), 60)
             assert batch is not grpc.aio.EOF
             self.apply(batch)
         return self
@@ -76,8 +76,8 @@ async def subscribed(client, start=0):
 
 @with_server(wall_clock=lambda: 1000.0)
 async def test_subscriber_gets_a_snapshot_and_then_every_change(core, client):
-    core.tell(stored(0, *A))
-    core.tell(stored(1, *C), removed(0, A[2]))
+    core.change_pages(stored(0, *A))
+    core.change_pages(stored(1, *C), removed(0, A[2]))
     async with subscribed(client) as early:
         await early.read(2)
         assert early.knows(A[:2], C)
@@ -88,8 +88,8 @@ async def test_subscriber_gets_a_snapshot_and_then_every_change(core, client):
             (0, 2, 3),
             (1, 2, 3),
         ]
-        core.tell(stored(0, *B[2:]))
-        core.tell(PageNews(0, A[2:], (B[3].hash, B[2].hash)), stored(1, *A))
+        core.change_pages(stored(0, *B[2:]))
+        core.change_pages(CacheEvents(0, A[2:], (B[3].hash, B[2].hash)), stored(1, *A))
         await early.read(4)
         assert early.knows(A, (*C, *A))
         assert [len(batch.events) for batch in early.batches[2:]] == [1, 0, 2, 1]
@@ -107,7 +107,7 @@ async def test_subscription_continues_from_every_number_that_is_kept(core, clien
         await whole.read(2)
         begin = whole.last_S[0]
         for page in (*A, *B[2:]):
-            core.tell(stored(1, page))
+            core.change_pages(stored(1, page))
         await whole.read(10)
     assert begin is not None
     for start in range(begin, begin + 6):
@@ -129,13 +129,13 @@ async def test_long_snapshot_comes_in_chunks_that_end_at_the_last_number(core, c
     texts = [pages_of([text] * 4) for text in range(10)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_events, "CHUNK_PAGES", 3)
-        core.tell(stored(0, *(page for pages in texts[:7] for page in pages)))
+        core.change_pages(stored(0, *(page for pages in texts[:7] for page in pages)))
         async with subscribed(client) as subscriber:
             await subscriber.read(4)
             numbers = [batch.sequence_number - subscriber.batches[2].sequence_number for batch in subscriber.batches]
             assert numbers == [-2, -1, 0, 0]
             assert [batch.snapshot.index for batch in subscriber.batches] == [0, 1, 2, 3]
-            core.tell(stored(0, *texts[7]))
+            core.change_pages(stored(0, *texts[7]))
             await subscriber.read(2)
             assert subscriber.knows([page for pages in texts[:8] for page in pages], ())
 
@@ -148,7 +148,7 @@ async def test_subscriber_that_falls_behind_gets_data_loss(core, client):
             await slow.read(2)
             pages = pages_of(range(4000))
             for _ in range(2000):  # far more than the channel holds
-                core.tell(stored(0, *pages[:4]))
+                core.change_pages(stored(0, *pages[:4]))
             await asyncio.sleep(0.1)
             with pytest.raises(grpc.aio.AioRpcError, match="fell behind") as error:
                 while await slow.call.read() is not grpc.aio.EOF:
@@ -159,7 +159,7 @@ async def test_subscriber_that_falls_behind_gets_data_loss(core, client):
 def test_subscriptions_end_with_the_server():
     async def main():
         with FakeCore() as core:
-            async with asyncio.timeout(20), running_server(core) as (client, _, stop, task), subscribed(client) as one:
+            async with asyncio.timeout(120), running_server(core) as (client, _, stop, task), subscribed(client) as one:
                 await one.read(2)
                 stop.set()
                 with pytest.raises(grpc.aio.AioRpcError, match="has stopped") as error:

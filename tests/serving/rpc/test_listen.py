@@ -37,7 +37,7 @@ def test_warnings_name_readable_keys_and_open_addresses(tmp_path, host, fields, 
 
 def test_warnings_are_logged_at_the_start(caplog):
     async def test():
-        async with asyncio.timeout(20), running_server(FakeCore(), network=NetworkConfig("0.0.0.0", 0)):
+        async with asyncio.timeout(120), running_server(FakeCore(), network=NetworkConfig("0.0.0.0", 0)):
             pass
 
     asyncio.run(test())

@@ -32,7 +32,7 @@ def run(test, core):
     """Runs an async test while the core's thread does."""
 
     async def limited():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test()
 
     with core:
@@ -98,14 +98,13 @@ def test_streams_that_outlast_the_drain_end_with_unavailable():
     run(test, core)
 
 
-def test_idle_server_stops_at_once():
+def test_an_idle_server_stops_immediately():
     core = FakeCore()
 
     async def test():
-        async with running_server(core) as (*_, stop, task):
+        async with running_server(core, drain_timeout_s=600) as (*_, stop, task):
             stop.set()
-            async with asyncio.timeout(1):
-                await task
+            await task
 
     run(test, core)
 
@@ -127,7 +126,7 @@ def test_failed_engine_ends_all_streams_and_the_server():
                 await stream
             seen.append((await watch.read()).status)
             assert seen == [SERVING, NOT_SERVING]
-            await task  # without being told to stop
+            await task  # ends without the stop event
 
     run(test, core)
 
@@ -177,9 +176,9 @@ def test_client_pings_do_not_end_a_silent_stream():
     run(test, core)
 
 
-def test_a_client_that_vanished_without_a_word_frees_its_request(monkeypatch):
+def test_keepalive_cancels_requests_of_vanished_clients(monkeypatch):
     monkeypatch.setattr(network, "KEEPALIVE_TIME_S", 0.3)
-    monkeypatch.setattr(network, "KEEPALIVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(network, "KEEPALIVE_TIMEOUT_S", 1.5)
     core = FakeCore(paused=True)
 
     async def test():
@@ -190,7 +189,7 @@ def test_a_client_that_vanished_without_a_word_frees_its_request(monkeypatch):
         ):
             lost, kept = (asyncio.create_task(collect(each, max_tokens=1)) for each in (far, client))
             await until(lambda: len(core.live) == 2)
-            await asyncio.sleep(1)  # longer than both times: a client that answers pings is kept
+            await asyncio.sleep(2)  # longer than both times: a client that answers pings is kept
             assert len(core.live) == 2
             cut.set()
             await until(lambda: len(core.live) == 1)
@@ -203,7 +202,7 @@ def test_a_client_that_vanished_without_a_word_frees_its_request(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def link_to(port):
-    """A port that forwards to ``port``, and an event that cuts the link: then nothing passes, and nobody is told."""
+    """A port that forwards to ``port``, and an event that cuts the link, unnoticed by both ends."""
     cut = asyncio.Event()
     pumps: list[asyncio.Task[None]] = []
 
@@ -225,13 +224,13 @@ async def link_to(port):
         link.close()
 
 
-def test_connections_that_say_nothing_block_nobody_and_are_closed(monkeypatch):
-    monkeypatch.setattr(network, "HANDSHAKE_S", 0.5)
+def test_silent_connections_are_closed_and_block_no_other(monkeypatch):
+    monkeypatch.setattr(network, "HANDSHAKE_S", 2.0)
     core = FakeCore()
 
     async def test():
         async with running_server(core) as (client, port, *_):
-            silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(50)]
+            silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
             silent[0].sendall(b"PRI * HTTP/2.0")  # the start of a greeting, and no more
             assert (await collect(client, max_tokens=1))[-1].finish_reason == "length"
             for connection in silent:
@@ -242,7 +241,7 @@ def test_connections_that_say_nothing_block_nobody_and_are_closed(monkeypatch):
     run(test, core)
 
 
-def test_observers_see_every_request_and_a_failing_one_is_logged_once(caplog):
+def test_observers_get_every_record_and_each_logs_one_failure(caplog):
     core = FakeCore()
     records: list[RequestRecord] = []
 
@@ -264,7 +263,7 @@ def test_operators_http_is_ready_when_health_is():
 
     def get(port, path):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -321,7 +320,7 @@ class FakeGateway(Gateway):
 KEYS_NEEDED = "right-key-0123456789 alice"
 
 
-def test_a_gateway_has_a_port_of_its_own_without_key_or_limit(tmp_path, monkeypatch):
+def test_the_gateway_has_its_own_port_without_key_or_limit(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(KEYS_NEEDED)
     core, gateway = FakeCore(paused=True), FakeGateway()
     records: list[RequestRecord] = []
@@ -358,7 +357,7 @@ def test_a_gateway_has_a_port_of_its_own_without_key_or_limit(tmp_path, monkeypa
     assert asked == [("ipv4:127.0.0.1", gateway.port)]  # once for the connection, not for each call
 
 
-def test_a_gateway_starts_when_the_server_has_warmed_up():
+def test_the_gateway_starts_after_warm_up():
     core, gateway = FakeCore(state="warming"), FakeGateway()
 
     async def test():
@@ -371,16 +370,16 @@ def test_a_gateway_starts_when_the_server_has_warmed_up():
     run(test, core)
 
 
-def test_the_gateway_s_port_refuses_processes_of_others(monkeypatch):
+def test_the_port_of_the_gateway_rejects_other_processes(monkeypatch):
     monkeypatch.setattr(grpc_server, "is_own_peer", lambda peer, port: False)
     core, gateway = FakeCore(), FakeGateway()
 
     async def test():
         async with running_server(core, gateway=gateway):
             await until(lambda: gateway.port)
-            await refused_by(gateway.port)
+            await rejected_by(gateway.port)
 
-    async def refused_by(port):
+    async def rejected_by(port):
         async with GimbalClient(f"127.0.0.1:{port}") as other:
             for call in (collect(other), other.tokenizer(), other.engine.GetModelInfo(pb.GetModelInfoRequest())):
                 with pytest.raises((ClientError, grpc.aio.AioRpcError), match="own gateway"):
@@ -389,7 +388,7 @@ def test_the_gateway_s_port_refuses_processes_of_others(monkeypatch):
     run(test, core)
 
 
-def test_a_gateway_that_cannot_run_ends_the_server():
+def test_a_failing_gateway_ends_the_server():
     core, gateway = FakeCore(), FakeGateway(OSError("no smg"))
 
     async def test():
@@ -410,7 +409,7 @@ def test_two_servers_do_not_share_a_port():
     run(test, core)
 
 
-def test_many_streams_a_third_cancelled_leave_nothing():
+def test_many_streams_and_cancellations_leave_nothing():
     core = FakeCore()
 
     async def test():

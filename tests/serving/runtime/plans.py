@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from gimbal_jax.serving.engine.plan import Adjustment, Chunk, DecodeRows, Plan, SamplingRows
+from gimbal_jax.serving.engine.plan import (
+    SAMPLING_COLUMNS,
+    Adjustment,
+    Chunk,
+    DecodeRows,
+    Plan,
+    pack_sampling,
+    wanted_logprobs,
+)
 from gimbal_jax.serving.engine.request import SamplingParams
 
 
@@ -20,22 +27,11 @@ def decode_rows(
     table_DM = np.zeros((len(sequences), pages_per_row), np.int32)
     for d, (*_, pages, _) in enumerate(sequences):
         table_DM[d, : len(pages)] = pages
-    settings = [params for *_, params in sequences]
-
-    def column(values: Any, dtype: Any) -> np.ndarray:
-        return np.array(list(values), dtype)
-
-    sampling = SamplingRows(
-        temperature_D=column((p.temperature for p in settings), np.float32),
-        top_k_D=column((p.top_k for p in settings), np.int32),
-        top_p_D=column((p.top_p for p in settings), np.float32),
-        min_p_D=column((p.min_p for p in settings), np.float32),
-        seed_D=column((p.seed & 0xFFFFFFFF for p in settings), np.uint32),
-        logprobs_D=column((-1 if p.logprobs is None else p.logprobs for p in settings), np.int32),
-    )
-    row_D, token_D, start_D = (column((s[i] for s in sequences), np.int32) for i in range(3))
-    return DecodeRows(row_D, token_D, start_D, table_DM, sampling, tuple(adjustments))
+    sampling_DX = np.array([pack_sampling(params) for *_, params in sequences], np.int32).reshape(-1, SAMPLING_COLUMNS)
+    row_D, token_D, start_D = (np.array([s[i] for s in sequences], np.int32) for i in range(3))
+    return DecodeRows(row_D, token_D, start_D, table_DM, sampling_DX, tuple(adjustments))
 
 
 def plan_of(decode: DecodeRows, prefill: Sequence[Chunk] = (), *, tile: int) -> Plan:
-    return Plan(decode, tuple(prefill), sum(-(-len(chunk.tokens) // tile) for chunk in prefill))
+    tiles = sum(-(-len(chunk.tokens) // tile) for chunk in prefill)
+    return Plan(decode, tuple(prefill), tiles, wanted_logprobs(decode, prefill))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, EngineConfig
-from gimbal_jax.model.inputs import Logprobs, PackedInputs, StepInputs, StepOutputs, step_shape, unpack, unused
+from gimbal_jax.model.inputs import Logprobs, PackedInputs, StepInputs, StepOutputs, empty_inputs, step_shape, unpack
 from gimbal_jax.model.step import _forward_inputs
 from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Adjustment, Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams, TokenLogprobs
-from gimbal_jax.serving.runtime.batch import blank, bucket_for, results_of, stack, step_buckets, wants_logprobs
+from gimbal_jax.serving.runtime.batch import bucket_for, default_rare_inputs, pack_step, step_buckets, unpack_results
 from tests.serving.runtime.plans import decode_rows, plan_of
 
 CONFIG = EngineConfig(max_model_len=12, page_size=4, num_pages=10, max_rows=4, token_budget=16, tile=4)
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SAMPLED = SamplingParams(
     max_tokens=9, min_tokens=3, temperature=0.5, top_k=8, top_p=0.25, min_p=0.125, seed=2**32 + 7, stop_token_ids=(1, 2)
 )
-BLANK = blank(CONFIG, VOCAB, 2)
+DEFAULTS = default_rare_inputs(CONFIG, VOCAB, 2)
 
 
 def chunk(tokens, start, pages, sampling=None, row=0, **more) -> Chunk:
@@ -46,7 +46,7 @@ MIXED = plan(
 def laid_out(plans, rows, tiles, chosen_SR=None) -> tuple[StepInputs, PackedInputs]:
     """What the devices make of the plans."""
     shape = step_shape(CONFIG, (rows, tiles))
-    packed_SX, _ = stack(plans, shape, BLANK)
+    packed_SX, _ = pack_step(plans, shape, DEFAULTS)
     if chosen_SR is None:
         chosen_SR = np.zeros((len(plans), CONFIG.max_rows), np.int32)
     found = _forward_inputs(shape, CONFIG.num_pages, CONFIG.page_size, jax.numpy.asarray(packed_SX), chosen_SR)
@@ -85,7 +85,7 @@ def test_two_engines_one_idle_by_hand():
     assert (packed.row_SC[0] == CONFIG.max_rows).all()
 
 
-def test_tokens_of_the_devices_stand_where_the_host_has_none():
+def test_unknown_tokens_are_taken_from_the_devices():
     """Also after logits that were no numbers (-1): any token does, but no index that reaches from the end."""
     decode = [(3, ON_DEVICE, 5, [7, 3], GREEDY), (0, 9, 1, [2], GREEDY), (1, ON_DEVICE, 2, [4], GREEDY)]
     chosen_SR = np.array([[10, 11, 12, 13], [20, NOT_FINITE, 22, 23]], np.int32)
@@ -98,7 +98,7 @@ ASKING = dataclasses.replace(
 )
 
 
-def test_what_is_asked_for_stands_in_its_row_and_the_rest_is_passed_on():
+def test_rare_inputs_stand_in_their_row_and_others_keep_the_defaults():
     penalised = Adjustment(history=np.arange(10, 15, dtype=np.int32), prompt_tokens=4, params=ASKING)
     masked = Adjustment(allowed=np.array([5, -1, 1], np.int32))
     early = Adjustment(suppress=(1, 2))
@@ -108,7 +108,7 @@ def test_what_is_asked_for_stands_in_its_row_and_the_rest_is_passed_on():
         [(1, penalised), (2, masked)],
     )
     shape = step_shape(CONFIG, (4, 4))
-    _, rare = stack([plan(), mine], shape, BLANK)
+    _, rare = pack_step([plan(), mine], shape, DEFAULTS)
     assert rare.suppress_SRK[1, 2].tolist() == [1, 2] + [-1] * (MAX_STOP_IDS - 2)
     assert rare.bias_ids_SRK[1, 0].tolist() == [3, 7] + [-1] * (MAX_LOGIT_BIAS - 2)
     assert rare.bias_SRK[1, 0].tolist() == [2.5, -1.0] + [0] * (MAX_LOGIT_BIAS - 2)
@@ -119,32 +119,34 @@ def test_what_is_asked_for_stands_in_its_row_and_the_rest_is_passed_on():
     assert rare.frequency_SR[1].tolist() == [0.5, 0, 0, 0]
     assert rare.presence_SR[1].tolist() == [0.25, 0, 0, 0]
     assert (bool(rare.adjusts), bool(rare.penalises), bool(rare.want_targets)) == (True, True, False)
-    assert rare.targets_ST is BLANK.targets_ST
+    assert rare.targets_ST is DEFAULTS.targets_ST
     for name, array in vars(rare).items():
-        unasked = getattr(BLANK, name)
+        unasked = getattr(DEFAULTS, name)
         assert (array.shape, array.dtype) == (unasked.shape, unasked.dtype), name
         np.testing.assert_array_equal(array[:1] if array.ndim else False, unasked[:1] if array.ndim else unasked)
 
     # One thing alone leaves all the others on the devices.
-    _, rare = stack([plan([(3, 51, 2, [6], GREEDY)], adjustments=[(0, masked)])], step_shape(CONFIG, (1, 0)), BLANK)
-    fresh = {name for name, array in vars(rare).items() if array is not getattr(BLANK, name)}
+    _, rare = pack_step(
+        [plan([(3, 51, 2, [6], GREEDY)], adjustments=[(0, masked)])], step_shape(CONFIG, (1, 0)), DEFAULTS
+    )
+    fresh = {name for name, array in vars(rare).items() if array is not getattr(DEFAULTS, name)}
     assert fresh == {"adjusts", "allowed_SRW"}
-    assert stack([plan([(1, 52, 3, [2], SAMPLED)])], step_shape(CONFIG, (1, 0)), BLANK)[1] is BLANK
+    assert pack_step([plan([(1, 52, 3, [2], SAMPLED)])], step_shape(CONFIG, (1, 0)), DEFAULTS)[1] is DEFAULTS
 
 
 def test_targets_stand_at_the_places_of_their_tokens():
     first = chunk([61, 62, 63, 64, 65], 0, [4, 8], targets=np.array([62, 63, 64, 65, 66], np.int32))
     second = chunk([71, 72, 73], 0, [5], SAMPLED, row=1, targets=np.array([72, 73], np.int32))
-    _, rare = stack([plan(), plan(prefill=[first, second])], step_shape(CONFIG, (2, 3)), BLANK)
+    _, rare = pack_step([plan(), plan(prefill=[first, second])], step_shape(CONFIG, (2, 3)), DEFAULTS)
     assert rare.targets_ST.tolist() == [[0] * 16, [62, 63, 64, 65, 66, 0, 0, 0, 72, 73, 0, 0, 0, 0, 0, 0]]
     assert bool(rare.want_targets)
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3))
-def test_what_is_packed_is_unpacked_alike_by_host_and_devices(rows, tiles, engines):
+def test_host_and_devices_unpack_the_same_inputs(rows, tiles, engines):
     """Each part has places of its own, all are used, and types keep their bits."""
     shape = step_shape(CONFIG, (rows, tiles))
-    packed_SX = unused(engines, shape)
+    packed_SX = empty_inputs(engines, shape)
     parts = unpack(packed_SX, shape)
     size = sum(part.size for part in jax.tree.leaves(parts))
     assert size == packed_SX.size
@@ -162,9 +164,9 @@ def test_what_is_packed_is_unpacked_alike_by_host_and_devices(rows, tiles, engin
     ("sampling", "wanted"),
     [(None, False), (GREEDY, False), (dataclasses.replace(GREEDY, logprobs=0), True)],
 )
-def test_log_probabilities_are_fetched_only_where_wanted(sampling, wanted):
-    assert wants_logprobs(plan(prefill=[chunk([1], 0, [0], sampling)])) == wanted
-    assert wants_logprobs(plan([(0, 1, 0, [0], sampling or GREEDY)])) == wanted
+def test_log_probabilities_are_fetched_only_if_wanted(sampling, wanted):
+    assert bool(plan(prefill=[chunk([1], 0, [0], sampling)]).logprobs) == wanted
+    assert bool(plan([(0, 1, 0, [0], sampling or GREEDY)]).logprobs) == wanted
 
 
 def outputs_by_number() -> StepOutputs:
@@ -185,7 +187,7 @@ def test_results_map_back_to_rows_and_chunks():
     first, last = MIXED.prefill
     wanting = dataclasses.replace(last, sampling=dataclasses.replace(SAMPLED, logprobs=2))
     decode = decode_rows([(2, 50, 5, [7, 3], dataclasses.replace(GREEDY, logprobs=1))], CONFIG.pages_per_row)
-    result = results_of(outputs_by_number(), Plan(decode, (first, wanting), 3), 1, SHAPE)
+    result = unpack_results(outputs_by_number(), plan_of(decode, (first, wanting), tile=CONFIG.tile), 1, SHAPE)
     assert result.token_D.tolist() == [4]
     assert result.token_C.tolist() == [5, 6]
     assert result.logprobs == {
@@ -193,7 +195,7 @@ def test_results_map_back_to_rows_and_chunks():
         3: TokenLogprobs(-3.0, (600, 601), (-600.0, -601.0)),
     }
     assert result.prompt_logprobs == {}
-    idle = results_of(outputs_by_number(), plan(), 0, SHAPE)
+    idle = unpack_results(outputs_by_number(), plan(), 0, SHAPE)
     assert (len(idle.token_D), len(idle.token_C), idle.logprobs) == (0, 0, {})
 
 
@@ -202,7 +204,7 @@ def test_log_probabilities_of_prompts_map_back_to_their_targets():
     first, last = MIXED.prefill
     first = dataclasses.replace(first, targets=np.arange(6, dtype=np.int32), target_logprobs=1)
     last = dataclasses.replace(last, targets=np.arange(2, dtype=np.int32), target_logprobs=0)
-    result = results_of(outputs_by_number(), Plan(MIXED.decode, (first, last), 3), 1, SHAPE)
+    result = unpack_results(outputs_by_number(), plan_of(MIXED.decode, (first, last), tile=CONFIG.tile), 1, SHAPE)
     of_first = tuple(TokenLogprobs(-n / 2, (n * 100,), (-n * 100.0,)) for n in range(12, 18))
     of_last = tuple(TokenLogprobs(-n / 2, (), ()) for n in range(20, 22))
     assert result.prompt_logprobs == {1: of_first, 3: of_last}
@@ -214,7 +216,7 @@ def test_logits_that_are_not_finite_give_their_sequence_no_log_probabilities():
     first, last = MIXED.prefill
     last = dataclasses.replace(last, sampling=dataclasses.replace(SAMPLED, logprobs=2), targets=np.arange(2))
     first = dataclasses.replace(first, targets=np.arange(6, dtype=np.int32))
-    result = results_of(outputs, Plan(MIXED.decode, (first, last), 3), 1, SHAPE)
+    result = unpack_results(outputs, plan_of(MIXED.decode, (first, last), tile=CONFIG.tile), 1, SHAPE)
     assert result.token_C.tolist() == [5, NOT_FINITE]
     assert result.logprobs == {}
     assert list(result.prompt_logprobs) == [1]
@@ -227,7 +229,7 @@ def test_buckets_by_hand():
     assert step_buckets(EngineConfig(max_rows=1, token_budget=32, tile=32), tp=2) == ((2, 0), (2, 1))
 
 
-def test_a_tile_that_tp_does_not_divide_is_refused():
+def test_a_tile_that_tp_does_not_divide_is_rejected():
     with pytest.raises(ValueError, match="tile must be a multiple of tp: tile 30, tp 4"):
         step_buckets(EngineConfig(tile=30), tp=4)
 
@@ -277,7 +279,7 @@ def places_of(mine: Plan) -> dict[int, tuple[int, int]]:
 
 
 @given(st.lists(plans(), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_every_token_is_written_once_in_its_place_and_padding_never(several, tp):
+def test_every_token_is_written_once_and_padding_never(several, tp):
     rows, tiles = bucket_for(several, step_buckets(CONFIG, tp))
     step, packed = laid_out(several, rows, tiles)
     assert step.tokens_ST.shape[1] % tp == 0

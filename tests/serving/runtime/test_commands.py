@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gimbal_jax.config import EngineConfig
-from gimbal_jax.model.inputs import RareInputs, step_shape, unpack, unused
+from gimbal_jax.model.inputs import RareInputs, empty_inputs, step_shape, unpack
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.serving.runtime.batch import blank
+from gimbal_jax.serving.runtime.batch import default_rare_inputs
 from gimbal_jax.serving.runtime.commands import Layout, Migrate, Step, Stop, TakeCounts, decode, encode
 
 ENGINE = EngineConfig(max_model_len=64, page_size=8, num_pages=16, max_rows=4, token_budget=16, tile=4)
 ENGINES = 4
 LAYOUT = Layout(
     shape_of=lambda bucket: step_shape(ENGINE, bucket),
-    blank=blank(ENGINE, vocab_size=100, engines=ENGINES),
+    defaults=default_rare_inputs(ENGINE, vocab_size=100, engines=ENGINES),
     engines_of_process=(slice(0, 1), slice(1, 3), slice(3, 4), slice(0, 4)),
 )
 PROCESSES = range(len(LAYOUT.engines_of_process))
@@ -25,14 +25,14 @@ RARE = tuple(RareInputs.__dataclass_fields__)
 def any_step(bucket, asked, seed):
     """Inputs that no plan would give: every bit of them must arrive."""
     rng = np.random.default_rng(seed)
-    packed_SX = unused(ENGINES, LAYOUT.shape_of(bucket))
+    packed_SX = empty_inputs(ENGINES, LAYOUT.shape_of(bucket))
     packed_SX[:] = rng.integers(-(2**31), 2**31, packed_SX.shape)
 
     def drawn(name):
-        like = getattr(LAYOUT.blank, name)
+        like = getattr(LAYOUT.defaults, name)
         return rng.integers(0, 2, like.shape).astype(like.dtype)
 
-    return Step(bucket, packed_SX, replace(LAYOUT.blank, **{name: drawn(name) for name in asked}))
+    return Step(bucket, packed_SX, replace(LAYOUT.defaults, **{name: drawn(name) for name in asked}))
 
 
 @given(
@@ -41,9 +41,7 @@ def any_step(bucket, asked, seed):
     process=st.sampled_from(PROCESSES),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_process_gets_all_that_its_engines_need_and_what_nobody_asks_for_stays_where_it_is(
-    bucket, asked, process, seed
-):
+def test_a_process_receives_the_inputs_of_its_engines_and_keeps_defaults(bucket, asked, process, seed):
     step = any_step(bucket, asked, seed)
     got = decode(encode(step, LAYOUT, process), LAYOUT, process)
     own = LAYOUT.engines_of_process[process]
@@ -54,13 +52,13 @@ def test_a_process_gets_all_that_its_engines_need_and_what_nobody_asks_for_stays
     for name in RARE:
         sent, arrived = getattr(step.rare, name), getattr(got.rare, name)
         if name not in asked:
-            assert arrived is getattr(LAYOUT.blank, name)
+            assert arrived is getattr(LAYOUT.defaults, name)
             continue
         assert (arrived.shape, arrived.dtype) == (sent.shape, sent.dtype)
         np.testing.assert_array_equal(*((array[own] if array.ndim else array) for array in (arrived, sent)))
 
 
-def test_a_process_gets_no_bytes_of_engines_that_it_does_not_hold():
+def test_a_process_receives_no_inputs_of_other_engines():
     step = any_step((4, 4), {"history_SRN"}, seed=0)
     sizes = [len(encode(step, LAYOUT, process)) for process in PROCESSES]
     per_engine = 4 * (step.packed_SX.shape[1] + step.rare.history_SRN[0].size)
@@ -68,7 +66,7 @@ def test_a_process_gets_no_bytes_of_engines_that_it_does_not_hold():
     assert sizes[0] < per_engine + 32
 
 
-def test_page_tables_are_as_wide_as_the_longest_sequence_of_the_process_needs():
+def test_page_tables_are_as_wide_as_the_longest_sequence():
     step = any_step((4, 4), set(), seed=0)
     table_SCM = unpack(step.packed_SX, LAYOUT.shape_of((4, 4))).page_table_SCM
     sizes = {}

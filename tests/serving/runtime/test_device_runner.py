@@ -1,6 +1,7 @@
 """Steps on the devices themselves: enqueued ahead, with tokens that the host never had in its hands."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from gimbal_jax.config import MeshConfig
 from gimbal_jax.scheduler.migration import plan_rounds
 from gimbal_jax.serving.engine.plan import NOT_FINITE, ON_DEVICE, Adjustment, Chunk, Plan, StepResult
 from gimbal_jax.serving.engine.request import SamplingParams
+from gimbal_jax.serving.engine.runner import Pending
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
 from tests.e2e.rig import CONFIG, MODEL, compiled_runner
 from tests.model.naive_sampling import bits
@@ -22,9 +24,10 @@ GREEDY = SamplingParams(max_tokens=99, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def runners() -> dict[int, DeviceRunner]:
-    """By number of engines."""
-    return {2: compiled_runner(), 1: compiled_runner(MeshConfig(1, 1))}
+def runner_of(runner) -> Callable[[int], DeviceRunner]:
+    """Return the compiled runner of a number of engines."""
+    alone = functools.cache(lambda: compiled_runner(MeshConfig(1, 1)))
+    return lambda engines: runner if engines == 2 else alone()
 
 
 @dataclass
@@ -171,14 +174,15 @@ def run(
     """What comes of each sequence in each step; with ``ahead`` a step is fetched once the next one is enqueued."""
     sequences = [replace(sequence, output=[], planned=0) for sequence in sequences]
     rng = np.random.default_rng(seed) if ahead else None
-    in_flight: list[list[Plan]] = []
+    in_flight: list[tuple[list[Plan], Pending]] = []
     found: list[Any] = []
     for shares in [*steps, None]:
         if shares is not None:
-            in_flight.append(plans_of(runner, sequences, shares, rng))
-            runner.enqueue(in_flight[-1], lambda name: None)
+            plans = plans_of(runner, sequences, shares, rng)
+            in_flight.append((plans, runner.enqueue(plans, lambda name: None)))
         while in_flight and (shares is None or len(in_flight) > ahead):
-            found += take(sequences, in_flight.pop(0), runner.results())
+            plans, pending = in_flight.pop(0)
+            found += take(sequences, plans, pending())
     return found
 
 
@@ -189,42 +193,42 @@ def tokens_by_sequence(found: Sequence[Any]) -> dict[tuple[int, int], list[int]]
     return tokens
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_that_stay_on_the_devices_give_what_tokens_fed_from_the_host_give(runners, engines, seed):
+def test_tokens_kept_on_the_devices_equal_tokens_fed_by_the_host(runner_of, engines, seed):
     rng = np.random.default_rng([engines, seed])
     sequences = random_sequences(rng, engines, 6)
     steps = random_steps(rng, sequences, 14)
-    fed = run(runners[engines], sequences, steps, ahead=False)
+    fed = run(runner_of(engines), sequences, steps, ahead=False)
     assert len(fed) > 20 * engines
-    assert run(runners[engines], sequences, steps, ahead=True, seed=seed) == fed
+    assert run(runner_of(engines), sequences, steps, ahead=True, seed=seed) == fed
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_in_a_batch_as_one_by_one_and_in_chunks_as_whole(runners, engines):
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_batching_and_chunking_change_no_token(runner_of, engines):
     rng = np.random.default_rng(engines)
     sequences = random_sequences(rng, engines, 6)
-    together = tokens_by_sequence(run(runners[engines], sequences, random_steps(rng, sequences, 14), ahead=True))
+    together = tokens_by_sequence(run(runner_of(engines), sequences, random_steps(rng, sequences, 14), ahead=True))
     for i, sequence in enumerate(sequences):
         wanted = together[sequence.engine, sequence.row]
         prompt = len(sequence.prompt)
         alone = [[Share(i, 0, prompt)], *([Share(i, prompt + n, 1)] for n in range(len(wanted) - 1))]
-        found = tokens_by_sequence(run(runners[engines], sequences, alone, ahead=True))
+        found = tokens_by_sequence(run(runner_of(engines), sequences, alone, ahead=True))
         assert found == {(sequence.engine, sequence.row): wanted}
 
 
-def test_counts_are_those_of_the_steps_enqueued_before(runners):
+def test_counts_are_those_of_the_steps_enqueued_before(runner_of):
     """Taken between two steps that are on their way, and waited for later."""
-    runner, rng = runners[2], np.random.default_rng(5)
+    runner, rng = runner_of(2), np.random.default_rng(5)
     sequences = [replace(one, params=GREEDY, allowed=None, suppress=()) for one in random_sequences(rng, 2, 4)]
     steps = random_steps(rng, sequences, 6)
     runner.begin_counts()()
     pending = []
     for shares in steps:
-        runner.enqueue(plans_of(runner, sequences, shares, None), lambda name: None)
+        plans = plans_of(runner, sequences, shares, None)
+        results = runner.enqueue(plans, lambda name: None)
         pending.append(runner.begin_counts())
-        plans_results = runner._enqueued[-1].plans
-        list(take(sequences, plans_results, runner.results()))
+        list(take(sequences, plans, results()))
     per_token = MODEL.experts_per_token
     for shares, counts in zip(steps, pending, strict=True):
         tokens_S = [sum(x.count for x in shares if sequences[x.sequence].engine == s) for s in range(2)]
@@ -236,23 +240,24 @@ def test_counts_are_those_of_the_steps_enqueued_before(runners):
     assert not runner.begin_counts()().any()
 
 
-def test_experts_move_between_steps_that_are_on_their_way(runners):
-    runner, rng = runners[2], np.random.default_rng(6)
+def test_experts_move_between_steps_in_flight(runner_of):
+    runner, rng = runner_of(2), np.random.default_rng(6)
     sequences = random_sequences(rng, 2, 4)
     steps = random_steps(rng, sequences, 10)
     still = run(runner, sequences, steps, ahead=True)
     enqueue = runner.enqueue
     moved = 0
 
-    def enqueue_and_move(plans, lap):
+    def enqueue_and_move(plans, mark):
         nonlocal moved
-        enqueue(plans, lap)
+        pending = enqueue(plans, mark)
         layer = int(rng.integers(len(MODEL.moe_layers)))
         wanted_E = rng.permutation(MODEL.num_experts).astype(np.int32)
         limits = CONFIG.mesh.ranks, CONFIG.placement.rows_per_pair
         for moves in plan_rounds(runner.slot_of_expert_LE[layer], wanted_E, *limits):
             runner.migrate(layer, moves)
             moved += len(moves.src_slot)
+        return pending
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "enqueue", enqueue_and_move)
@@ -260,8 +265,8 @@ def test_experts_move_between_steps_that_are_on_their_way(runners):
     assert moved > 20
 
 
-def test_a_sick_row_is_told_and_its_late_step_harms_nobody(runners, monkeypatch):
-    runner, sick = runners[2], 7
+def test_a_row_that_is_not_finite_does_not_affect_others(runner_of, monkeypatch):
+    runner, sick = runner_of(2), 7
     prompts = [[1, 2, 3], [4, sick, 5], [6, 8, 9]]
     prompts_of = [
         Sequence_(0, row, prompt, [3 * row, 3 * row + 1, 3 * row + 2], replace(GREEDY, logit_bias=((sick, -100.0),)))
@@ -281,24 +286,26 @@ def test_a_sick_row_is_told_and_its_late_step_harms_nobody(runners, monkeypatch)
     assert found == expected
 
 
-def test_log_probabilities_of_prompts_come_by_row(runners):
-    runner = runners[1]
+@pytest.mark.slow
+def test_log_probabilities_of_prompts_come_by_row(runner_of):
+    runner = runner_of(1)
     prompt = np.array([5, 6, 7, 8, 9, 10, 11, 12, 13, 14], np.int32)
     chunk = Chunk(4, prompt, 0, np.arange(3, dtype=np.int32), None, None, prompt[1:], 2)
     none = decode_rows([], ENGINE.pages_per_row)
-    runner.enqueue([plan_of(none, [chunk], tile=ENGINE.tile)], lambda name: None)
-    [result] = runner.results()
+    [result] = runner.enqueue([plan_of(none, [chunk], tile=ENGINE.tile)], lambda name: None)()
     assert result.logprobs == {}
     assert list(result.prompt_logprobs) == [4]
     found = result.prompt_logprobs[4]
     assert len(found) == 9 and all(len(one.top_ids) == 2 and one.chosen <= one.top_values[0] < 0 for one in found)
 
 
-def test_an_enqueued_step_laps_once_and_takes_the_smallest_bucket(runners):
-    runner, laps = runners[1], list[str]()
+@pytest.mark.slow
+def test_a_step_marks_the_batch_and_takes_the_smallest_bucket(runner_of):
+    runner, laps = runner_of(1), list[str]()
     none = decode_rows([], ENGINE.pages_per_row)
-    runner.enqueue([plan_of(none, tile=ENGINE.tile)], laps.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_steps", {runner.buckets[0]: runner._steps[runner.buckets[0]]})
+        pending = runner.enqueue([plan_of(none, tile=ENGINE.tile)], laps.append)
     assert laps == ["batch"]
-    assert runner._enqueued[0].shape.rows == runner.buckets[0][0]
-    [result] = runner.results()
+    [result] = pending()
     assert len(result.token_D) == len(result.token_C) == 0

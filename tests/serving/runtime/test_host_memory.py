@@ -12,8 +12,8 @@ import pytest
 from gimbal_jax.serving.runtime.host_memory import (
     HUGE_PAGE,
     forget_peak,
-    give_back_freed_memory,
     host_memory,
+    trim_heap,
     use_huge_pages,
 )
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MB = 10**6
 
 
-def test_own_memory_and_its_peak_follow_what_is_allocated():
+def test_host_memory_follows_allocations():
     forget_peak()
     before = host_memory()
     memory = mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc may have some at hand
@@ -36,13 +36,13 @@ def test_own_memory_and_its_peak_follow_what_is_allocated():
     assert host_memory().peak < after.peak - 32 * MB
 
 
-def test_freed_memory_goes_back_to_the_system():
+def test_trim_heap_returns_freed_memory_to_the_system():
     """Pieces too small to be maps of their own, the last of which keeps all before it from going back by itself."""
     pieces = [bytes(4096) for _ in range(20_000)]
     keep = pieces.pop()
     full = host_memory().own
     pieces.clear()
-    give_back_freed_memory()
+    trim_heap()
     assert host_memory().own < full - 60 * MB
     assert len(keep) == 4096
 
@@ -66,7 +66,7 @@ print(by_default, faults_again())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
-def test_freed_memory_is_not_fetched_from_the_system_again():
+def test_freed_memory_is_reused():
     done = subprocess.run([sys.executable, "-c", REUSES], capture_output=True, text=True, check=True)
     by_default, reused = map(int, done.stdout.split())
     assert reused < by_default / 10
@@ -84,7 +84,7 @@ def huge_pages_exist():
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not huge_pages_exist(), reason="no huge pages on request")
-def test_memory_moves_into_huge_pages_with_what_it_holds():
+def test_memory_in_huge_pages_keeps_its_content():
     plain = mmap.mmap(-1, 16 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(plain, np.int64)
     array[:] = wanted = np.arange(len(array))
@@ -95,5 +95,5 @@ def test_memory_moves_into_huge_pages_with_what_it_holds():
 
 
 @pytest.mark.parametrize(("address", "size"), [(HUGE_PAGE + 1, HUGE_PAGE), (0, HUGE_PAGE), (3 * HUGE_PAGE, 100)])
-def test_memory_that_is_not_there_or_too_small_changes_nothing(address, size):
+def test_missing_or_small_memory_is_left_alone(address, size):
     use_huge_pages([(address, size)])

@@ -31,7 +31,7 @@ def gpu(limit: int, compute_capability: str = "9.0") -> Any:
 
 
 @pytest.mark.parametrize(("capability", "backend"), [("9.0", "mosaic"), ("8.0", "xla")])
-def test_gpus_give_all_that_they_have_left(capability, backend):
+def test_gpus_give_all_their_remaining_memory(capability, backend):
     limit = 76_000_000_000
     # Large tiles have few logits, so that the experts' temporaries, which differ, decide.
     config = replace(CONFIG, engine=replace(CONFIG.engine, tile=512))
@@ -67,7 +67,7 @@ def test_cpus_keep_the_default():
     assert said == "KV cache of an engine: 1,024 pages, 65,536 tokens"
 
 
-def test_too_little_memory_says_what_would_help():
+def test_too_little_memory_is_an_error_with_advice():
     with pytest.raises(ValueError) as refused:
         size_kv_pool(MODEL, CONFIG, gpu(16 * 10**9))
     for part in ("the model does not fit: each device may use 16.0 GB", "16.0 for weights", "--tp", "--token-budget"):

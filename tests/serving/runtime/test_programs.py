@@ -119,7 +119,7 @@ def with_digest(content: bytes) -> bytes:
         lambda whole: with_digest(pickle.dumps((b"not a program", None, None))),
     ],
 )
-def test_a_spoiled_file_is_said_and_compiled_anew(tmp_path, spoil):
+def test_a_damaged_file_is_logged_and_its_program_compiled(tmp_path, spoil):
     lowering = Lowering()
     notes: list[str] = []
     wanted = lowering.outputs(compile_programs(lowering.lowerers(), cache_in(tmp_path, notes)))
@@ -129,12 +129,12 @@ def test_a_spoiled_file_is_said_and_compiled_anew(tmp_path, spoil):
     jax.tree.map(np.testing.assert_array_equal, lowering.outputs(compiled), wanted)
     assert lowering.count == 3
     (note,) = notes
-    assert spoiled.name in note and "compiled anew" in note
+    assert spoiled.name in note and "compiled again" in note
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
     assert (lowering.count, len(notes)) == (3, 1), "it is whole again"
 
 
-def test_what_others_could_have_written_is_not_read(tmp_path):
+def test_files_that_other_users_can_write_are_not_read(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)
@@ -151,7 +151,7 @@ def test_what_others_could_have_written_is_not_read(tmp_path):
     assert ["others than this user can write to" in note for note in notes] == [True, True]
 
 
-def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
+def test_folders_that_other_users_can_write_are_not_used(tmp_path):
     lowering = Lowering()
     notes: list[str] = []
     compile_programs(lowering.lowerers(), cache_in(tmp_path, notes))
@@ -163,7 +163,7 @@ def test_a_folder_of_others_is_neither_read_nor_written(tmp_path):
     assert all("others than this user can write to" in note for note in notes) and len(notes) >= 3
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_same(tmp_path, monkeypatch):
+def test_programs_are_used_if_their_folder_cannot_be_written(tmp_path, monkeypatch):
     lowering = Lowering()
     notes: list[str] = []
     (tmp_path / "file").write_text("")
@@ -177,14 +177,14 @@ def test_a_folder_that_cannot_be_written_is_said_and_programs_are_used_all_the_s
     monkeypatch.setattr(os, "replace", lambda *paths: full_disk())
     compile_programs(lowering.lowerers(), full)
     compile_programs(lowering.lowerers(), full)
-    assert notes and len(notes) <= 2, "said by no more than the threads that were at it"
+    assert notes and len(notes) <= 2, "logged by at most the threads that were writing"
 
 
 def full_disk():
     raise OSError(28, "No space left on device")
 
 
-def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
+def test_programs_of_the_jax_cache_are_compiled_again(tmp_path):
     """Kept again they would lack their code, which shows when they run."""
     before = jax.config.jax_compilation_cache_dir
     lowering = Lowering()
@@ -204,7 +204,7 @@ def test_programs_from_jax_s_own_cache_are_compiled_anew(tmp_path):
     assert (lowering.count, notes) == (4, [])
 
 
-def test_starts_at_once_share_a_folder(tmp_path):
+def test_simultaneous_starts_share_a_folder(tmp_path):
     lowering, outputs = Lowering(), []
     notes: list[str] = []
 
@@ -223,7 +223,7 @@ def test_starts_at_once_share_a_folder(tmp_path):
     assert len(outputs) == 5
 
 
-def test_the_configurations_not_used_for_longest_go_first(tmp_path, monkeypatch):
+def test_least_recently_used_configurations_are_removed_first(tmp_path, monkeypatch):
     lowering = Lowering()
     notes: list[str] = []
     for age, key in enumerate(("young", "old", "oldest")):
@@ -240,7 +240,7 @@ def test_the_configurations_not_used_for_longest_go_first(tmp_path, monkeypatch)
     assert notes == []
 
 
-def test_what_progress_raises_ends_it(tmp_path):
+def test_an_error_of_progress_ends_compilation(tmp_path):
     lowering = Lowering()
 
     def interrupted(done: int, total: int) -> None:
@@ -252,7 +252,7 @@ def test_what_progress_raises_ends_it(tmp_path):
     assert lowering.count == 1
 
 
-def test_the_key_follows_from_all_that_makes_a_program(monkeypatch, tmp_path):
+def test_the_key_depends_on_everything_that_changes_a_program(monkeypatch, tmp_path):
     config, devices = ServerConfig(MeshConfig(2, 2)), jax.devices()
     key = programs_key(MODEL, config, "float32", devices)
     assert programs_key(MODEL, config, "float32", devices) == key

@@ -1,6 +1,5 @@
 import json
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -57,10 +56,8 @@ def test_invalid_constraint_is_rejected_with_the_reason(kind, text, reason):
 def test_check_stops_after_its_cpu_time():
     # The library takes six seconds for this text, and cannot be interrupted.
     text = "(a*)*" * 25_000
-    started = time.monotonic()
     with pytest.raises(ValueError, match=f"takes more than {MAX_CPU_S} s"):
         checked("regex", text)
-    assert time.monotonic() - started < 20
 
 
 def test_failure_of_the_child_is_a_runtime_error(monkeypatch):

@@ -1,4 +1,4 @@
-"""What processes must agree on, and how it is said where they do not."""
+"""Facts that processes must agree on, and the message for each difference."""
 
 import dataclasses
 import shutil
@@ -15,15 +15,16 @@ from gimbal_jax.config import (
     RopeConfig,
     ServerConfig,
 )
-from gimbal_jax.serving import agreement
-from gimbal_jax.serving.agreement import MAX_LENGTH, differences, facts_of, sources_digest
+from gimbal_jax.serving.cluster import agreement
+from gimbal_jax.serving.cluster.agreement import MAX_LENGTH, differences, facts_of
+from gimbal_jax.serving.runtime.environment import sources_digest
 
 MODEL = ModelConfig(64, 16, 32, 200, 2, 1, 8, 4, 2, 8, tuple(range(200)))
 FACTS = facts_of(MODEL, ServerConfig(), "3fa2", {"save": None, "dtype": "auto"})
 
 
 def other(value):
-    """A value of the same kind that is not this one."""
+    """Return another value of the same type."""
     match value:
         case bool():
             return not value
@@ -48,20 +49,20 @@ def names_that_differ(facts):
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(ModelConfig), ids=lambda field: field.name)
-def test_every_field_of_the_architecture_counts(field):
+def test_every_field_of_the_architecture_is_a_fact(field):
     facts = facts_of(changed(MODEL, field), ServerConfig(), "3fa2", {"save": None, "dtype": "auto"})
     assert names_that_differ(facts) == [f"model.{field.name}" + ".theta" * (field.name == "rope")]
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(RopeConfig), ids=lambda field: field.name)
-def test_every_field_of_its_rotary_part_counts(field):
+def test_every_field_of_the_rotary_embedding_is_a_fact(field):
     model = dataclasses.replace(MODEL, rope=changed(MODEL.rope, field))
     facts = facts_of(model, ServerConfig(), "3fa2", {"save": None, "dtype": "auto"})
     assert names_that_differ(facts) == [f"model.rope.{field.name}"]
 
 
 @pytest.mark.parametrize("part", ["mesh", "engine"])
-def test_every_field_of_mesh_and_engines_counts(part):
+def test_every_field_of_mesh_and_engines_is_a_fact(part):
     record = getattr(ServerConfig(), part)
     for field in dataclasses.fields(record):
         config = dataclasses.replace(ServerConfig(), **{part: changed(record, field)})
@@ -70,7 +71,7 @@ def test_every_field_of_mesh_and_engines_counts(part):
         ]
 
 
-def test_what_only_the_leader_decides_by_does_not_count():
+def test_settings_that_only_the_leader_uses_are_no_facts():
     config = ServerConfig(
         MeshConfig(),
         EngineConfig(),
@@ -85,7 +86,7 @@ def test_what_only_the_leader_decides_by_does_not_count():
     ]
 
 
-def test_versions_checkpoint_options_and_source_files_count(monkeypatch):
+def test_versions_checkpoint_options_and_source_files_are_facts(monkeypatch):
     monkeypatch.setattr(agreement, "__version__", "9.9")
     monkeypatch.setattr(agreement, "installed_version", lambda package: {"jaxlib": "9.8"}.get(package, FACTS[package]))
     monkeypatch.setattr(agreement, "sources_digest", lambda folder: "0" * 64)
@@ -99,7 +100,7 @@ def test_versions_checkpoint_options_and_source_files_count(monkeypatch):
     ]
 
 
-def test_a_fact_that_one_side_lacks_differs_and_the_same_facts_do_not():
+def test_a_missing_fact_is_a_difference_and_equal_facts_are_none():
     assert differences(1, FACTS, FACTS) == []
     assert differences(1, {"b": "2"}, {"a": "1"}) == [
         "a: 1 in process 0, none in process 1",
@@ -107,12 +108,12 @@ def test_a_fact_that_one_side_lacks_differs_and_the_same_facts_do_not():
     ]
 
 
-def test_facts_are_short_and_long_ones_still_differ():
+def test_long_facts_are_replaced_by_their_hash():
     assert max(map(len, FACTS.values())) <= MAX_LENGTH
     assert FACTS["model.moe_layers"].startswith("#")
 
 
-def test_the_digest_of_sources_follows_their_content_and_names_alone(tmp_path):
+def test_the_digest_of_sources_depends_only_on_content_and_names(tmp_path):
     package, copy = tmp_path / "package", tmp_path / "elsewhere"
     (package / "part").mkdir(parents=True)
     (package / "part" / "module.py").write_text("a = 1")

@@ -1,4 +1,4 @@
-"""API keys and limits of each client, over real sockets."""
+"""API keys, limits of each client, and malformed requests, over real sockets."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from gimbal_jax.config import NetworkConfig
 from gimbal_jax.protos import control_pb2, control_pb2_grpc
-from gimbal_jax.serving.rpc import interceptors as access
-from gimbal_jax.serving.rpc import listen as network
+from gimbal_jax.serving.rpc import interceptors
+from gimbal_jax.serving.rpc.listen import MAX_METADATA_BYTES
 from tests.serving.fake_server import FakeCore, running_server, until
 
 KEY, OLD_KEY, OTHER_KEY = "right-key-0123456789", "old-key-0123456789ab", "other-key-0123456789"
@@ -40,14 +40,14 @@ def key_file(tmp_path):
     "peer, client",
     [("ipv4:10.0.0.7:5012", "10.0.0.7"), ("ipv6:%5Bfe80::1%25eth0%5D:5012", "fe80::1%eth0"), ("", "")],
 )
-def test_address_of_a_peer_has_no_port(peer, client):
-    assert access._address(peer) == client
+def test_addresses_have_no_port(peer, client):
+    assert interceptors._address(peer) == client
 
 
 def run(test, core, config, **options):
     async def limited():
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(120),
             running_server(core, network=config, **options) as (_, port, *_),
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
@@ -58,7 +58,7 @@ def run(test, core, config, **options):
 
 
 async def outcome(call):
-    """Return the status code of a call and its text."""
+    """The status code of a call and its text."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "__aiter__"):
             async for _ in call:
@@ -76,7 +76,7 @@ async def reflect():
     yield reflection_pb2.ServerReflectionRequest(list_services="")
 
 
-async def says_nothing():
+async def send_nothing():
     await asyncio.Event().wait()
     yield
 
@@ -113,10 +113,10 @@ def test_every_service_requires_a_valid_key(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file), wall_clock=lambda: EXPIRY)
 
 
-def test_rejected_call_that_sends_nothing_ends(key_file):
+def test_a_rejected_call_that_sends_nothing_ends(key_file):
     async def test(channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        code, _ = await outcome(stub.ServerReflectionInfo(says_nothing()))
+        code, _ = await outcome(stub.ServerReflectionInfo(send_nothing()))
         assert code is CODES.UNAUTHENTICATED
 
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
@@ -134,7 +134,7 @@ def test_health_needs_no_key(key_file):
     run(test, FakeCore(), NetworkConfig(port=0, api_keys=key_file))
 
 
-def test_unknown_method_is_unimplemented_with_a_valid_key(key_file):
+def test_an_unknown_method_is_unimplemented_only_with_a_key(key_file):
     async def test(channel):
         method = channel.unary_unary("/no.Service/Method")
         assert (await outcome(method(b"", metadata=bearer(KEY))))[0] is CODES.UNIMPLEMENTED
@@ -154,7 +154,7 @@ def test_streams_of_each_client_are_limited(key_file):
             CODES.RESOURCE_EXHAUSTED,
             "alice has 3 requests already (max_streams_per_client)",
         )
-        # Other clients and other calls of this client are not limited.
+        # Other clients, and other calls of this one, go on.
         live.append(asyncio.create_task(outcome(stub.Generate(request(), metadata=bearer(OTHER_KEY)))))
         await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer(KEY))
         await until(lambda: len(core.live) == 4)
@@ -168,7 +168,7 @@ def test_streams_of_each_client_are_limited(key_file):
     run(test, core, NetworkConfig(port=0, api_keys=key_file, max_streams_per_client=3))
 
 
-def test_without_keys_a_client_is_its_address():
+def test_without_keys_clients_are_named_by_address():
     core = FakeCore(paused=True)
 
     async def test(channel):
@@ -189,9 +189,36 @@ def test_long_messages_and_metadata_are_rejected():
         text = "x" * 2**20
         code, details = await outcome(stub.Generate(pb.GenerateRequest(text=text)))
         assert code is CODES.RESOURCE_EXHAUSTED and "larger than max" in details
-        code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * network.MAX_METADATA_BYTES),)))
+        code, _ = await outcome(stub.Generate(request(), metadata=(("k", "x" * MAX_METADATA_BYTES),)))
         assert code is CODES.RESOURCE_EXHAUSTED
-        for _ in range(20):  # gRPC's default rejects some calls near the limit
+        for _ in range(20):  # grpc's own default rejects some of those that come near the limit
             assert await outcome(stub.Generate(request(), metadata=(("k", "x" * 15_000),))) == (CODES.OK, "")
 
     run(test, FakeCore(), NetworkConfig(port=0, max_message_mib=1))
+
+
+METHODS = (
+    "/vllm.grpc.engine.VllmEngine/Generate",
+    "/vllm.grpc.engine.VllmEngine/Abort",
+    "/gimbal.v1.Control/GetCounts",
+)
+NONSENSE, CUT, NOT_UTF8 = b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe"
+MALFORMED = [(method, data) for method in METHODS for data in (NONSENSE, CUT)]
+
+
+@pytest.mark.parametrize(("method", "data"), [*MALFORMED, (METHODS[0], NOT_UTF8), (METHODS[1], NOT_UTF8)])
+def test_malformed_request_is_an_invalid_argument(method, data, caplog):
+    async def test(channel):
+        code, details = await outcome(channel.unary_stream(method)(data, timeout=60))
+        assert code is CODES.INVALID_ARGUMENT and "the request cannot be parsed" in details
+
+    run(test, FakeCore(), NetworkConfig(port=0))
+    assert not caplog.records
+
+
+def test_empty_bytes_are_an_empty_request():
+    async def test(channel):
+        method = channel.unary_stream("/vllm.grpc.engine.VllmEngine/HealthCheck")
+        assert b"".join([part async for part in method(b"", timeout=60)])
+
+    run(test, FakeCore(), NetworkConfig(port=0))

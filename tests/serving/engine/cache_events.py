@@ -1,6 +1,6 @@
 """Prefix caches' news, made up: pages of texts as an engine would tell them."""
 
-from gimbal_jax.serving.engine.pages import PageNews, StoredPage
+from gimbal_jax.serving.engine.pages import CacheEvents, StoredPage
 from gimbal_jax.serving.engine.prefix import page_hashes
 
 
@@ -16,8 +16,8 @@ def pages_of(tokens, size=4):
 
 
 def stored(engine, *pages):
-    return PageNews(engine, tuple(pages), ())
+    return CacheEvents(engine, tuple(pages), ())
 
 
 def removed(engine, *pages):
-    return PageNews(engine, (), tuple(page.hash for page in pages))
+    return CacheEvents(engine, (), tuple(page.hash for page in pages))

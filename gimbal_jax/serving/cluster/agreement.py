@@ -1,33 +1,31 @@
-"""What processes that serve together must have in common, as short texts by name."""
+"""Facts that all processes of a server must have in common, as short texts by name."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from gimbal_jax.config import ModelConfig, ServerConfig
+from gimbal_jax.serving.runtime.environment import PACKAGE, PACKAGES, installed_version, sources_digest
 from gimbal_jax.version import __version__
 
-PACKAGE = Path(__file__).parents[1]
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokamax", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-"""What takes part in making a program; absent ones count as absent."""
 ABSENT = "none"
+"""Value of a fact that a process does not have."""
 MAX_LENGTH = 80
-"""Longer texts are told apart by their hash."""
+"""Most characters of a value. A longer one is replaced by its hash."""
 
 
 def facts_of(
     model: ModelConfig, config: ServerConfig, checkpoint: str, options: Mapping[str, object]
 ) -> dict[str, str]:
-    """What all processes must agree on before they compute together.
+    """Return the facts that all processes must agree on before they compute together.
 
-    That is: versions, this package's own files, the architecture, mesh and engines, how many experts a migration moves,
-    the checkpoint's fingerprint, and ``options`` that every process acts on. Not what only the leader decides by.
+    They are: versions, this package's own files, the architecture, mesh and engines, how many experts a migration
+    moves, the fingerprint ``checkpoint``, and the ``options`` that every process uses. Settings that only the leader
+    uses are not among them.
     """
     found: dict[str, object] = {
         "gimbal_jax": __version__,
@@ -45,29 +43,12 @@ def facts_of(
 
 
 def differences(process: int, facts: Mapping[str, str], leader_facts: Mapping[str, str]) -> list[str]:
-    """Where the facts of a process are not the leader's, each by name with both values."""
+    """Return a line for each fact of a process that is not the leader's: its name and both values."""
     return [
         f"{name}: {leader_facts.get(name, ABSENT)} in process 0, {facts.get(name, ABSENT)} in process {process}"
         for name in dict.fromkeys((*leader_facts, *facts))
         if leader_facts.get(name, ABSENT) != facts.get(name, ABSENT)
     ]
-
-
-def installed_version(package: str) -> str | None:
-    """None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def sources_digest(folder: Path) -> str:
-    """SHA-256 of the names and contents of all files of a Python package but compiled ones."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.*")):
-        if path.suffix != ".pyc" and path.is_file():
-            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""From a GenerateRequest to a Generation: every field is used, refused by name, or harmless."""
+"""Parsing of requests: every field of a GenerateRequest is used, rejected, or without effect; and priorities."""
 
 import contextlib
 import dataclasses
@@ -24,6 +24,7 @@ from gimbal_jax.serving.rpc.parsing import (
     is_slow,
     max_prompt_tokens,
     parse_generate,
+    parse_priority,
 )
 from gimbal_jax.serving.text.grammar import Constraints
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
@@ -72,7 +73,7 @@ def test_unset_fields_mean_vllm_defaults():
     assert parsed.sampling == SamplingParams(max_tokens=61, temperature=1.0, seed=12345, stop_token_ids=(299,))
 
 
-def test_set_fields_are_taken():
+def test_set_fields_replace_the_defaults():
     parsed = parse(
         data_parallel_rank=1,
         temperature=0.5,
@@ -116,7 +117,7 @@ def test_set_fields_are_taken():
     )
 
 
-def test_edge_values_that_mean_something_simple():
+def test_extreme_values_are_clamped_to_equivalent_ones():
     assert parse(temperature=0).sampling.temperature == 0
     assert parse(temperature=1e-7).sampling.temperature == 0
     assert parse(top_k=2**32 - 1).sampling.top_k == 0
@@ -134,7 +135,7 @@ def test_small_page_pool_limits_the_prompt():
         parse(prompt=[1] * 12, config=config)
 
 
-def test_text_is_encoded_or_refused():
+def test_text_is_encoded_or_rejected():
     assert parse(text="ab", tokenizer=Tokens()).prompt == (97, 98)
     with pytest.raises(InvalidField, match="text must hold at least one token"):
         parse(text="", tokenizer=Tokens())
@@ -152,7 +153,7 @@ def test_truncation_keeps_the_last_tokens():
     assert parse(prompt=[10**9, 4], truncate_prompt_tokens=1).prompt == (4,)
 
 
-def test_constraints_are_compiled_where_there_is_a_tokenizer():
+def test_constraints_need_a_tokenizer():
     assert parse(json_schema="{}", constraints=Compiler()).new_grammar is object
     assert parse(constraints=Compiler()).new_grammar is None
     assert parse(json_schema="{}", grammar_from_first_token=True, constraints=Compiler()).new_grammar is object
@@ -165,7 +166,7 @@ def test_constraints_are_compiled_where_there_is_a_tokenizer():
             parse(**{name: value})
 
 
-def test_pages_are_named_where_they_may_be_shared():
+def test_page_hashes_are_given_only_if_pages_may_be_shared():
     prompt, without = tuple(range(11)), dataclasses.replace(CONFIG.engine, prefix_cache=False)
     assert parse(prompt, n=2, temperature=1.0).page_hashes == page_hashes(prompt, 4)
     assert parse(prompt, truncate_prompt_tokens=5).page_hashes == page_hashes(prompt[-5:], 4)
@@ -173,7 +174,7 @@ def test_pages_are_named_where_they_may_be_shared():
     assert parse(prompt, config=dataclasses.replace(CONFIG, engine=without)).page_hashes == ()
 
 
-def test_what_is_slow_is_known_beforehand():
+def test_is_slow_for_text_constraints_and_long_prompts():
     params = pb.SamplingParams(n=2, stop=["a"])
     assert not is_slow(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1]), sampling_params=params))
     assert not is_slow(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * LONG_PROMPT)))
@@ -190,7 +191,7 @@ CONSTRAINTS = {
     "json_object": True,
     "choice": pb.ChoiceConstraint(choices=["a"]),
 }
-REFUSED = {
+REJECTED = {
     "mm_inputs": pb.MultimodalInputs(),
     "extra_mm_inputs": [pb.MultimodalInputs()],
     "media_refs": pb.MediaRefs(),
@@ -228,16 +229,16 @@ CHANGES_THE_GENERATION = {
 }
 
 
-def test_every_field_of_the_protocol_is_used_or_refused_by_name():
+def test_every_field_of_the_protocol_is_used_or_rejected():
     """A field that a later version of the protocol brings fails here."""
     fields = [*pb.GenerateRequest.DESCRIPTOR.fields, *pb.SamplingParams.DESCRIPTOR.fields]
-    known = {*CONSTRAINTS, *REFUSED, *USED_BY_THE_SERVICE, *WITHOUT_EFFECT, *CHANGES_THE_GENERATION}
+    known = {*CONSTRAINTS, *REJECTED, *USED_BY_THE_SERVICE, *WITHOUT_EFFECT, *CHANGES_THE_GENERATION}
     assert {field.name for field in fields} - {"sampling_params"} == known
 
     plain = parse(tokenizer=Tokens(), constraints=Compiler())
     for name, value in CHANGES_THE_GENERATION.items():
         assert parse(**{name: value}, tokenizer=Tokens(), constraints=Compiler()) != plain, name
-    for name, value in REFUSED.items():
+    for name, value in REJECTED.items():
         with pytest.raises(Unsupported, match=f"^{name} is not supported by this server"):
             parse(**{name: value})
 
@@ -302,9 +303,29 @@ def test_stop_strings_need_a_tokenizer():
         parse(stop=["a"])
 
 
-def test_greedy_choices_would_be_the_same():
+def test_greedy_requests_have_one_choice():
     with pytest.raises(InvalidField, match=r"sampling_params.n must be 1 where temperature is 0, got 2"):
         parse(n=2, temperature=0)
+
+
+@pytest.mark.parametrize(("value", "priority"), [("0", 0), ("-100", -100), ("100", 100), ("+7", 7), ("007", 7)])
+def test_priority_comes_from_the_metadata(value, priority):
+    metadata = [("user-agent", "grpc"), ("x-gimbal-priority", value)]
+    assert parse_priority(metadata, "priority") == priority
+    assert parse_priority([], "priority") == 0
+
+
+@pytest.mark.parametrize("value", ["101", "-101", "1e9", "1.5", "", " 1", "high", "٣", "9" * 50])
+def test_invalid_priorities_are_rejected(value):
+    with pytest.raises(InvalidField) as error:
+        parse_priority([("x-gimbal-priority", value)], "priority")
+    assert str(error.value) == f"x-gimbal-priority must be an integer in [-100, 100], got {value}"
+
+
+def test_priority_needs_the_queue_policy_priority():
+    assert parse_priority([("x-gimbal-priority", "0")], "sjf_aging") == 0
+    with pytest.raises(InvalidField, match="x-gimbal-priority must be 0 where the queue policy is not priority, got 1"):
+        parse_priority([("x-gimbal-priority", "1")], "sjf_aging")
 
 
 # Mostly good values, so that many requests pass all checks but one.
@@ -336,7 +357,7 @@ floats = st.floats(0, 1, width=32) | st.floats(width=32)
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1) | int32, floats, max_size=5),
     ignore_eos=st.booleans(),
 )
-def test_any_request_is_refused_clearly_or_safe_to_run(**fields):
+def test_any_request_is_rejected_clearly_or_safe_to_run(**fields):
     try:
         parsed = parse(**fields, tokenizer=Tokens())
     except InvalidField as error:
@@ -366,7 +387,7 @@ def test_any_request_is_refused_clearly_or_safe_to_run(**fields):
     assert (299 in sampling.stop_token_ids) or fields["ignore_eos"]
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized():
     class Slow(Tokens):
         def encode(self, text):
             raise AssertionError("it would take seconds")
@@ -376,12 +397,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
 
 
 @given(st.text(max_size=300))
-def test_no_text_that_fits_is_taken_for_too_long(tokenizer, text):
+def test_surely_exceeds_accepts_every_text_that_fits(tokenizer, text):
     assert not tokenizer.surely_exceeds(text, len(tokenizer.encode(text)))
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_that_are_a_message_are_refused_or_parsed(tokenizer, data):
+def test_any_message_is_parsed_or_rejected(tokenizer, data):
     try:
         request = pb.GenerateRequest.FromString(data)
     except DecodeError:
