@@ -1,16 +1,16 @@
 """The paper's ablation (figure 12) on the real server, small: two engines on two CPU devices of one thread each.
 
 Every run replays a resampled trace, in this process, on one compiled runner: dp 2, tp 1, the padded sparse exchange.
-The model spends most time in its experts, so the fuller rank sets the pace. Each pair of load and seed has its own
-requests. The systems alternate on them, and each pair begins with another system, so that drift of the machine affects
-all systems alike. Windows are short, because a run has only some hundred steps. Finished runs are kept in
-out/ablation_cpu.jsonl and not run again.
+Most of the model's time goes to its experts, so the fuller rank sets the pace. Each pair of load and seed has its own
+requests. The systems take turns on them, with another one first each time, so that drift of the machine affects all
+alike. Windows are short because a run has only a few hundred steps.
+Finished runs are kept in out/ablation_cpu.jsonl and not run again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -20,16 +20,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gimbal_jax.bench.measurement import summarise
+from gimbal_jax.cli.terminal import console, print_table, progress_bar
 from gimbal_jax.config import ModelConfig, ServerConfig
 from gimbal_jax.model.demo_model import TOPICS
 from gimbal_jax.scheduler.placement import static_placement
-from gimbal_jax.scheduler.traffic import imbalance_L, remote_share
+from gimbal_jax.scheduler.traffic import imbalance_L
 from gimbal_jax.serving.core.core import EngineCore
 from gimbal_jax.serving.placement.rebalance import Rebalancer, apply_placement
 from gimbal_jax.simulation.routing import RoutingConfig, synthetic_router
@@ -38,6 +36,7 @@ from gimbal_jax.simulation.workload import Arrival, WorkloadConfig, make_workloa
 from research.comparison import Estimate, estimate
 from research.cpu_clients import call_of, closed_loop, demo_encode, open_loop, running, scaled
 from research.cpu_engine import CONFIG, OUT, demo_runner, use_cpu_devices
+from research.plots import bar, colour, plain
 from research.store import ResultStore
 from research.timed_runner import TimedRunner
 
@@ -58,12 +57,10 @@ PAPER = {
 """TTFT and TPOT over vLLM's (section 7.4)."""
 BASE = replace(CONFIG, engine=replace(CONFIG.engine, exchange="sparse"))
 
-console = Console()
-
 
 @dataclass(frozen=True)
 class CapacityRun:
-    """A closed loop on static experts, which measures how many requests per second the server can answer."""
+    """A closed loop on static experts, which measures how many requests per second the server sustains."""
 
     clients: int
     seconds: float
@@ -85,7 +82,7 @@ class AblationRun:
 
 
 class AtOnce(Executor):
-    """Decides while the engines wait, as vLLM's EPLB did in the paper's time."""
+    """An executor that decides while the engines wait, as vLLM's EPLB did at the time of the paper."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -97,58 +94,40 @@ class AtOnce(Executor):
 
 
 def main(
-    loads: Annotated[int, typer.Option(min=1, max=len(LOADS), help="How many of the loads, the highest first.")] = 3,
-    seeds: Annotated[int, typer.Option(min=1)] = 3,
-    seconds: Annotated[float, typer.Option(min=1, help="Of arrivals in each run.")] = 20.0,
-    results: Annotated[Path, typer.Option(help="File that keeps finished runs.")] = OUT / "ablation_cpu.jsonl",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each load.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals in each run.")] = 20.0,
 ) -> None:
-    """Measure normalised TTFT and TPOT of the five systems of the ablation on the real server."""
+    """Measure TTFT and TPOT of the five systems of the ablation, relative to vLLM, on the real server."""
     use_cpu_devices()
+    results = OUT / "ablation_cpu.jsonl"
     store = ResultStore(results)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        compiling = progress.add_task("compiling", total=None)
-        model, runner = demo_runner(
-            BASE, EXPERT_WIDTH, lambda done, of: progress.update(compiling, completed=done, total=of)
-        )
-        watched = TimedRunner(runner, time.monotonic)
-        capacity = CapacityRun(CAPACITY_CLIENTS, CAPACITY_S, EXPERT_WIDTH)
-        if capacity not in store:
-            store.add(capacity, {"requests_per_s": measured_capacity(model, watched, capacity)})
-        runs = plan_runs(LOADS[:loads], seeds, seconds, store[capacity]["requests_per_s"])
-        bar = progress.add_task("runs", total=len(runs))
-        for run in missing(store, runs, lambda: progress.advance(bar)):
-            progress.update(bar, description=f"load {run.load:.0%}, seed {run.seed}, {run.system}")
-            store.add(run, execute(model, watched, run))
+    with progress_bar("compiling") as progress:
+        model, runner = demo_runner(BASE, EXPERT_WIDTH, progress)
+    watched = TimedRunner(runner, time.monotonic)
+    capacity = CapacityRun(CAPACITY_CLIENTS, CAPACITY_S, EXPERT_WIDTH)
+    if capacity not in store:
+        store.add(capacity, {"requests_per_s": measured_capacity(model, watched, capacity)})
+    runs = plan_runs(LOADS, seeds, seconds, store[capacity]["requests_per_s"])
+    with progress_bar("runs") as progress:
+        for number, run in enumerate(runs):
+            progress(number, len(runs))
+            if run not in store:
+                store.add(run, execute(model, watched, run))
     normalised = {system: compared(store, runs, system) for system in ABLATION}
-    console.print(table(store, runs, normalised))
+    print_table(table(store, runs, normalised))
     picture = results.with_suffix(".png")
     draw(normalised, picture)
-    console.print(f"picture: {picture}, all runs: {results}", soft_wrap=True)
+    console.print(f"picture: {picture}, all runs: {results}")
 
 
 def plan_runs(loads: Sequence[float], seeds: int, seconds: float, capacity: float) -> list[AblationRun]:
-    """Return all runs: every system for each pair of load and seed, beginning with another one for each pair."""
+    """Return all runs: for each pair of load and seed every system, with another one first each time."""
     runs = []
     for pair, (seed, load) in enumerate(product(range(seeds), loads)):
         first = pair % len(ABLATION)
         for system in ABLATION[first:] + ABLATION[:first]:
             runs.append(AblationRun(system, load, load * capacity, seed, seconds, WINDOW_STEPS, TREND, EXPERT_WIDTH))
     return runs
-
-
-def missing(store: ResultStore, runs: Sequence[AblationRun], advance: Callable[[], None]) -> Iterator[AblationRun]:
-    """Yield the runs that the store lacks. Call ``advance`` after each run, finished before or now."""
-    for run in runs:
-        if run not in store:
-            yield run
-        advance()
 
 
 def arrivals_of(model: ModelConfig, requests: int, requests_per_s: float, seed: int) -> list[Arrival]:
@@ -166,7 +145,7 @@ def measured_capacity(model: ModelConfig, runner: TimedRunner, run: CapacityRun)
 
 
 def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[str, Any]:
-    """Serve a run's requests, starting from contiguous experts. Return what clients and experts did."""
+    """Serve the requests of a run, from the contiguous placement on; return its measurements for the store."""
     config = server_config(SYSTEMS[run.system], run.window_steps)
     ranks, encode = config.mesh.ranks, demo_encode()
     seed = run.seed * len(LOADS) + LOADS.index(run.load)
@@ -185,18 +164,12 @@ def execute(model: ModelConfig, runner: TimedRunner, run: AblationRun) -> dict[s
     traffic = [portion for portion in runner.take_traffic() if portion.counts_LSE.any()]
     tokens = [int(portion.counts_LSE.sum()) for portion in traffic]
     uneven = [imbalance_L(t.counts_LSE, t.slot_of_expert_LE, ranks).mean() for t in traffic]
-    remote = [remote_share(t.counts_LSE, t.slot_of_expert_LE, ranks) for t in traffic]
     return {
         "clients": asdict(summarise(seen)),
-        "sent_late_s": float(np.mean([m.arrival_s - call.arrival_s for m, call in zip(seen, calls, strict=True)])),
         "imbalance": float(np.average(uneven, weights=tokens)),
-        "remote_share": float(np.average(remote, weights=tokens)),
         "experts_moved": status.placement.totals.experts_moved,
-        "decisions": len(status.placement.records),
-        "decision_s": sum(record.seconds for record in status.placement.records),
         "steps": status.steps.count,
         "step_s": sum(step.seconds for step in runner.take_steps()),
-        "preemptions": status.preemptions,
     }
 
 
@@ -209,7 +182,7 @@ def server_config(system: System, window_steps: int) -> ServerConfig:
 
 
 def compared(store: ResultStore, runs: Sequence[AblationRun], system: str) -> tuple[Estimate, Estimate]:
-    """Return TTFT and TPOT over vLLM's on the same requests: means with intervals over pairs of load and seed."""
+    """Return TTFT and TPOT relative to vLLM's on the same requests, over all pairs of load and seed."""
     ttft, tpot = [], []
     for run in runs:
         if run.system == system:
@@ -220,10 +193,10 @@ def compared(store: ResultStore, runs: Sequence[AblationRun], system: str) -> tu
 
 
 def table(store: ResultStore, runs: Sequence[AblationRun], normalised: dict[str, tuple[Estimate, Estimate]]) -> Table:
-    """Return a table with a row for each system."""
-    result = Table(title="Real server, 2 CPU devices: means over vllm's, 95 % intervals", box=box.SIMPLE)
-    for name in ("system", "TTFT", "TPOT", "step\n(ms)", "imbal-\nance", "moved"):
-        result.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
+    """Return a row for each system."""
+    result = Table(title="Real server, 2 CPU devices: means over vllm's, 95 % intervals")
+    for name in ("system", "TTFT", "TPOT", "step (ms)", "imbalance", "moved"):
+        result.add_column(name, justify="right")
     for system, (ttft, tpot) in normalised.items():
         own = [store[run] for run in runs if run.system == system]
         result.add_row(
@@ -244,18 +217,14 @@ def interval(found: Estimate) -> str:
 def draw(normalised: dict[str, tuple[Estimate, Estimate]], path: Path) -> None:
     """Draw bars as in the paper's figure 12, with the paper's values as dashes."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
-    for axes, measure, name in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("TTFT", "TPOT"), strict=True):
+    for measure, axes in enumerate(figure.subplots(1, 2, sharey=True)):
         for place, (system, estimates) in enumerate(normalised.items()):
-            found = estimates[measure]
-            error = [[found.mean - found.low], [found.high - found.mean]]
-            axes.bar(place, found.mean, 0.65, yerr=error, capsize=4, color=f"C{place}")
+            bar(axes, place, estimates[measure], 0.0, colour(system))
             if system in PAPER:
-                axes.hlines(
-                    PAPER[system][measure], place - 0.4, place + 0.4, color="black", linestyle="--", linewidth=1
-                )
+                axes.hlines(PAPER[system][measure], place - 0.4, place + 0.4, color="black", linestyle="--")
         axes.set_xticks(range(len(normalised)), [system.replace("gimbal_", "gimbal\n") for system in normalised])
-        axes.set_title(f"Normalised {name}")
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"Normalised {('TTFT', 'TPOT')[measure]}")
+        plain(axes)
     figure.suptitle("Ablation on the real server, 2 CPU devices (bars, 95 % intervals); the paper on 4 H100 (dashes)")
     figure.savefig(path, dpi=150)
 
