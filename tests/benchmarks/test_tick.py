@@ -14,7 +14,7 @@ from tests.serving.statuses import per_engine
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
-def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
+def test_all_rows_run_and_the_load_is_as_described(load: Load):
     rows, ticks = 4, 20
     with loaded_core(2, rows, load) as (server, clients):
         before = server.status()
@@ -31,7 +31,7 @@ def test_all_rows_run_all_the_time_and_the_load_is_what_it_says(load: Load):
     assert per_engine(after, "preemptions") == (0, 0)
 
 
-def test_prefill_goes_on_beside_decode():
+def test_prefill_and_decode_share_steps():
     load = next(load for load in LOADS if load.name == "prefill chunks")
     with loaded_core(1, 64, load) as (server, clients):
         before = per_engine(server.status(), "prefill_tokens")[0]
@@ -39,7 +39,7 @@ def test_prefill_goes_on_beside_decode():
         assert per_engine(server.status(), "prefill_tokens")[0] - before >= load.prompt
 
 
-def test_figures_of_all_loads_and_sizes():
+def test_every_load_and_size_has_figures():
     found = at_scale(LOADS[:2], (1, 2), rows=2, ticks=12)
     assert [(row["load"], row["engines"]) for row in found] == [
         (load.name, engines) for load in LOADS[:2] for engines in (1, 2)
@@ -47,12 +47,12 @@ def test_figures_of_all_loads_and_sizes():
     assert all(set(PHASES) < set(row) for row in found)
 
 
-def test_memory_is_told_over_time(capsys):
+def test_memory_is_printed_ten_times(capsys):
     over_time(40, rows=2)
     assert capsys.readouterr().out.count(" ticks: ") == 10
 
 
-def test_ticks_are_timed_beside_decisions_or_without_any(monkeypatch):
+def test_ticks_are_timed_with_and_without_decisions(monkeypatch):
     monkeypatch.setattr(bench_placement, "windows_LSE", lambda: [np.ones((48, 2, 128), np.int64)])
     made: list[int] = []
 
@@ -63,7 +63,7 @@ def test_ticks_are_timed_beside_decisions_or_without_any(monkeypatch):
     monkeypatch.setattr(rebalance, "propose", policy)
     for window_steps in (20, bench_placement.NEVER):
         made.clear()
-        milliseconds = bench_placement.tick_ms("gimbal", ThreadPoolExecutor(1), window_steps, 1e-3, 30)
+        milliseconds = bench_placement.tick_ms("gimbal", ThreadPoolExecutor(1), window_steps, 20e-3, 30)
         assert len(milliseconds) >= 30
-        assert np.median(milliseconds) >= 1.0
+        assert np.median(milliseconds) >= 10.0  # a step takes 20 ms, less what the clients take of it
         assert (len(made) >= bench_placement.LEAST) == (window_steps == 20)

@@ -175,7 +175,7 @@ def test_page_shows_a_served_load(tmp_path, monkeypatch):
     ("state", "mark", "notice"),
     [
         ("warming", "◌ warming up", "Warming up: programs are being compiled"),
-        ("draining", "◐ draining", "Draining: running requests go on"),
+        ("draining", "◐ draining", "Draining: running requests continue"),
         ("failed", "✕ failed", f"The engine failed: {HOSTILE}"),
     ],
 )
