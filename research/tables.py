@@ -1,5 +1,6 @@
-"""Tables of docs/results.md: the figures of the paper and our studies. Every number but those of a "paper" column is
-simulated, those of the studies at ``graph`` costs.
+"""Tables of research/results.md: the figures of the paper and our studies.
+
+Every number is simulated, except those of a "paper" column. The studies use ``graph`` costs.
 
 A table of runs is a ``TableSpec``, which ``runs_table`` renders. The others are functions of results and scope.
 """
@@ -459,5 +460,5 @@ OTHERS = (
 
 
 def all_tables(store: ResultStore, scope: Scope) -> list[Table]:
-    """Return every table of docs/results.md."""
+    """Return every table of research/results.md."""
     return [make(store, scope) for make in OTHERS] + [runs_table(spec, store, scope) for spec in SPECS]
