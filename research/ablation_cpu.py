@@ -35,9 +35,9 @@ from gimbal_jax.simulation.systems import SYSTEMS, System
 from gimbal_jax.simulation.workload import Arrival, WorkloadConfig, make_workload
 from research.comparison import Estimate, estimate
 from research.cpu_clients import call_of, closed_loop, demo_encode, open_loop, running, scaled
-from research.cpu_engine import CONFIG, OUT, demo_runner, use_cpu_devices
+from research.cpu_engine import CONFIG, demo_runner, use_cpu_devices
 from research.plots import bar, colour, plain
-from research.store import ResultStore
+from research.store import OUT, ResultStore
 from research.timed_runner import TimedRunner
 
 ABLATION = "vllm", "gimbal_dp", "gimbal_ep", "gimbal_no_collab", "gimbal"

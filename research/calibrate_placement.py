@@ -25,10 +25,9 @@ from typing import Annotated, get_args
 import numpy as np
 import typer
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
+from gimbal_jax.cli.terminal import console, print_table, progress_bar
 from gimbal_jax.config import LoadTerm, MeshConfig, PlacementConfig, PlacementPolicy
 from gimbal_jax.planning.placements import Answer, agreement
 from gimbal_jax.scheduler.counts_file import load_counts
@@ -37,6 +36,8 @@ from gimbal_jax.scheduler.exact import exact_answer
 from gimbal_jax.scheduler.objective import window_objective
 from gimbal_jax.scheduler.placement import assign_slots, propose, static_placement
 from gimbal_jax.scheduler.windows import WindowConfig, synthetic_windows
+from research.plots import heat_map
+from research.store import OUT
 
 KINDS = {
     "diverse": WindowConfig(),
@@ -56,8 +57,8 @@ QUALITY_WEIGHTS = {
     "many moves": (1.0, 1.0, 0.02),
     "load above all": (1.0, 10.0, 0.03),
 }
-OUT = Path(__file__).resolve().parents[1] / "out" / "calibration"
-console = Console()
+RANKS = 4
+"""Ranks of the synthetic windows, over two sources, as on the paper's testbed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +78,17 @@ class Windows:
         return Windows(kinds, self.counts_LSE[index], self.slot_of_expert_LE[index], self.mesh)
 
 
-def synthetic(per_kind: int, ranks: int, seed: int) -> Windows:
+def synthetic(per_kind: int, seed: int = 0) -> Windows:
     """Return ``per_kind`` layers of each kind, with 128 experts.
 
     The current placement is the contiguous one. For "drifting" it is the placement that ``gimbal_refined`` chose from
     the previous window at the default weights.
     """
     counts, slots, kinds = [], [], []
-    mesh = MeshConfig(WindowConfig.sources, ranks // WindowConfig.sources)
+    mesh = MeshConfig(WindowConfig.sources, RANKS // WindowConfig.sources)
     for kind, config in KINDS.items():
         windows = synthetic_windows(replace(config, layers=per_kind), np.random.default_rng(seed))
-        slot_LE = static_placement(per_kind, config.experts, ranks)
+        slot_LE = static_placement(per_kind, config.experts, RANKS)
         counts_LSE = next(windows).counts_LSE
         if kind == "drifting":
             slot_LE = propose(counts_LSE, slot_LE, mesh, PlacementConfig("gimbal_refined")).slot_of_expert_LE
@@ -121,7 +122,7 @@ class Result:
     solver: dict[str, float]
 
 
-def compare(windows: Windows, config: PlacementConfig, time_limit_s: float, gap: float) -> Result:
+def compare(windows: Windows, config: PlacementConfig, time_limit_s: float = 5.0, gap: float = 1e-3) -> Result:
     counts_LSE, slot_LE, mesh = windows.counts_LSE, windows.slot_of_expert_LE, windows.mesh
     objective = window_objective(counts_LSE, slot_LE, distance_SR(mesh, config.far_distance), config)
     solved = exact_answer(objective, time_limit_s=time_limit_s, gap=gap)
@@ -154,7 +155,11 @@ def compare(windows: Windows, config: PlacementConfig, time_limit_s: float, gap:
 def quality_table(name: str, results: Sequence[Result]) -> Table:
     worst_gap = max(result.solver["worst_gap"] for result in results)
     windows = results[0].solver["windows"]
-    table = Table("", "", title=f"{name}: {windows} windows, gap of exact at most {worst_gap:.2%}")
+    table = Table(
+        Column(no_wrap=True),
+        Column(no_wrap=True),
+        title=f"{name}: {windows} windows, gap of exact at most {worst_gap:.2%}",
+    )
     for column in ["over exact", "at worst", "as exact", "moves as exact", "comm gap", "moved", "fullest", "remote"]:
         table.add_column(column, justify="right")
     for result in results:
@@ -171,7 +176,7 @@ def quality_table(name: str, results: Sequence[Result]) -> Table:
 
 def draw(sweep: Sequence[Result], path: Path) -> None:
     """Draw heat maps over (beta, gamma), one row per load term."""
-    panels = [
+    maps = [
         ("greedy: share of exact's choices", "gimbal", "same"),
         ("greedy: comm over exact's", "gimbal", "comm_gap"),
         ("greedy: objective over exact's", "gimbal", "excess"),
@@ -180,21 +185,14 @@ def draw(sweep: Sequence[Result], path: Path) -> None:
         ("exact: share of experts moved", "exact", "moved"),
     ]
     terms = sorted({result.load_term for result in sweep}, reverse=True)
-    figure = Figure(figsize=(3.6 * len(panels), 3.4 * len(terms)), layout="constrained")
-    grid = figure.subplots(len(terms), len(panels), squeeze=False)
+    figure = Figure(figsize=(3.6 * len(maps), 3.4 * len(terms)), layout="constrained")
+    grid = figure.subplots(len(terms), len(maps), squeeze=False)
     for term, row in zip(terms, grid, strict=True):
         found = {result.weights[1:]: result for result in sweep if result.load_term == term}
-        for axes, (title, policy, measure) in zip(row, panels, strict=True):
-            values = np.array([[found[beta, gamma].policies[policy][measure] for gamma in GAMMAS] for beta in BETAS])
-            axes.imshow(values, aspect="auto", cmap="viridis", origin="lower")
-            for (i, j), value in np.ndenumerate(values):
-                text = f"{value:.3f}" if measure == "fullest" else f"{value:.1%}"
-                axes.text(j, i, text, ha="center", va="center", fontsize=7, bbox={"facecolor": "white", "pad": 1})
-            axes.set_xticks(range(len(GAMMAS)), [f"{gamma:g}" for gamma in GAMMAS])
-            axes.set_yticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
+        for axes, (title, policy, measure) in zip(row, maps, strict=True):
+            value_BG = np.array([[found[beta, gamma].policies[policy][measure] for gamma in GAMMAS] for beta in BETAS])
+            heat_map(axes, value_BG, BETAS, GAMMAS, ".3f" if measure == "fullest" else ".1%")
             axes.set_title(f"{title}\n(load term: {term})", fontsize=9)
-            axes.set_xlabel("gamma (moves)")
-            axes.set_ylabel("beta (load)")
     figure.savefig(path, dpi=130)
 
 
@@ -202,45 +200,39 @@ def main(
     counts: Annotated[list[Path] | None, typer.Option(help="Counts file of a server. Can be repeated.")] = None,
     per_kind: Annotated[int, typer.Option(min=1, help="Synthetic windows of each kind.")] = 52,
     sweep_windows: Annotated[int, typer.Option(min=0, help="Windows at each point of the sweep; 0 skips it.")] = 16,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the synthetic windows, over two sources.")] = 4,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds per window for the exact solver.")] = 5.0,
-    gap: Annotated[float, typer.Option(min=0, help="Relative gap at which the exact solver stops.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Seed of the synthetic windows.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for tables, figure and JSON.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder for tables, figure and JSON.")] = OUT / "calibration",
 ) -> None:
     """Sweep the weights against the exact solver, and compare the policies at some weights."""
     out.mkdir(parents=True, exist_ok=True)
-    windows = synthetic(per_kind, ranks, seed)
+    windows = synthetic(per_kind)
     groups = {"synthetic": windows, **{found.kind_L[0]: found for found in from_files(counts or [])}}
     tokens = float(windows.counts_LSE.sum(axis=(1, 2)).mean())
-    raw_tokens = (1.0, 0.0025 * tokens / ranks**2, windows.counts_LSE.shape[2] / tokens)
+    raw_tokens = (1.0, 0.0025 * tokens / RANKS**2, windows.counts_LSE.shape[2] / tokens)
     settings: list[tuple[LoadTerm, tuple[float, float, float]]] = [
         *(("square", weights) for weights in [*QUALITY_WEIGHTS.values(), raw_tokens]),
         ("max", QUALITY_WEIGHTS["default"]),
     ]
     points = list(product(get_args(LoadTerm), BETAS, GAMMAS)) if sweep_windows else []
 
-    with Progress(console=console) as progress:
-        task = progress.add_task("calibrating", total=len(points) + len(groups) * len(settings))
-        sweep = []
+    sweep: list[Result] = []
+    quality: dict[str, list[Result]] = {}
+    with progress_bar("calibrating") as progress:
+        total = len(points) + len(groups) * len(settings)
         for term, beta, gamma in points:
             config = PlacementConfig(alpha=1.0, beta=beta, gamma=gamma, load_term=term)
-            sweep.append(compare(windows.sample(sweep_windows), config, time_limit, gap))
-            progress.advance(task)
-        quality: dict[str, list[Result]] = {}
-        for name, group in groups.items():
-            for term, (alpha, beta, gamma) in settings:
-                config = PlacementConfig(alpha=alpha, beta=beta, gamma=gamma, load_term=term)
-                quality.setdefault(name, []).append(compare(group, config, time_limit, gap))
-                progress.advance(task)
+            sweep.append(compare(windows.sample(sweep_windows), config))
+            progress(len(sweep), total)
+        for (name, group), (term, (alpha, beta, gamma)) in product(groups.items(), settings):
+            config = PlacementConfig(alpha=alpha, beta=beta, gamma=gamma, load_term=term)
+            quality.setdefault(name, []).append(compare(group, config))
+            progress(len(points) + sum(map(len, quality.values())), total)
 
     found = {"sweep": [asdict(r) for r in sweep], "quality": {k: [asdict(r) for r in v] for k, v in quality.items()}}
     (out / "calibration.json").write_text(json.dumps(found, indent=1))
     if sweep:
         draw(sweep, out / "calibration.png")
-    wide = Console(width=160)
     for name, results in quality.items():
-        wide.print(quality_table(name, results))
+        print_table(quality_table(name, results))
     console.print(f"wrote {out}")
 
 

@@ -42,8 +42,9 @@ from gimbal_jax.pallas_kernels.route_and_count import Routing, route_and_count
 from gimbal_jax.serving.engine.plan import Chunk, Plan
 from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.runtime.batch import default_rare_inputs, pack_step
-from research.cpu_engine import CONFIG, OUT, demo_weights_on, use_cpu_devices
+from research.cpu_engine import CONFIG, demo_weights_on, use_cpu_devices
 from research.plots import plain
+from research.store import OUT
 
 EXPERTS, K = 128, 8
 """Experts and choices of Qwen3-30B-A3B."""

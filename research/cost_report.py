@@ -6,9 +6,9 @@ from typing import Annotated, get_args
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from gimbal_jax.cli.terminal import print_table
 from gimbal_jax.config import Exchange, MeshConfig
 from gimbal_jax.simulation.cost_sets import COST_SETS, CostSet
 from gimbal_jax.simulation.costs import h100_costs, launch_seconds
@@ -26,7 +26,8 @@ PREFILL_TOKENS = (512, 2048, 8192)
 
 
 def errors_table() -> Table:
-    table = Table("predicted", "points", "median", "p95", "worst", title="Relative errors of predicted kernel times")
+    names = "predicted", "points", "median", "p95", "worst"
+    table = Table(*(Column(name, no_wrap=True) for name in names), title="Relative errors of predicted kernel times")
     for name, errors in prediction_errors().items():
         size = np.abs(errors)
         numbers = np.median(size), np.quantile(size, 0.95), size.max()
@@ -40,7 +41,8 @@ def steps_table(name: CostSet, exchange: Exchange, router: Router) -> Table:
     steps = {f"decode {rows}": decode_step(rows, router) for rows in DECODE_ROWS}
     steps |= {f"prefill {tokens}": prefill_step(tokens, router) for tokens in PREFILL_TOKENS}
     parts = {step: costs.step_parts(work) for step, work in steps.items()}
-    table = Table("ms", *steps, title=f"Steps of {MEASURED} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange")
+    title = f"Steps of {MEASURED} on 4 H100s, DP 2, TP 2: {name} costs, {exchange} exchange"
+    table = Table(*(Column(name, no_wrap=True) for name in ("ms", *steps)), title=title)
     for part in next(iter(parts.values())):
         table.add_row(part, *(f"{1e3 * of_step[part]:.2f}" for of_step in parts.values()))
     table.add_section()
@@ -74,22 +76,19 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs that the fit averages over.")] = 3,
 ) -> None:
     """Print prediction errors and prices of typical steps, or fit the constants of the paper_like sets."""
-    console = Console()
     if exchange not in get_args(Exchange):
         raise typer.BadParameter(f"must be one of {', '.join(get_args(Exchange))}", param_hint="--exchange")
     form: Exchange = "gather" if exchange == "gather" else "sparse"
     if fit:
         for constant in get_args(Constant):
-            result = fit_to_paper(
-                constant, range(seeds), lambda x, latency_s: console.print(f"{x:.5g}: {latency_s:.2f} s")
-            )
-            console.print(result)
+            result = fit_to_paper(constant, range(seeds), lambda x, latency_s: print(f"{x:.5g}: {latency_s:.2f} s"))
+            print(result)
         return
-    console.print(errors_table())
-    console.print(f"Launching a kernel without CUDA graphs: {1e6 * launch_seconds():.1f} us")
+    print_table(errors_table())
+    print(f"Launching a kernel without CUDA graphs: {1e6 * launch_seconds():.1f} us")
     router = synthetic_router(RoutingConfig(), MODEL.num_layers, MODEL.num_experts, MODEL.experts_per_token, seed=0)
     for name in COST_SETS:
-        console.print(steps_table(name, form, router))
+        print_table(steps_table(name, form, router))
 
 
 if __name__ == "__main__":

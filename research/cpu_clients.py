@@ -18,7 +18,8 @@ from gimbal_jax.serving.engine.request import SamplingParams
 from gimbal_jax.serving.frontend.frontend import Frontend
 from gimbal_jax.serving.text.tokenizer import load_tokenizer
 from gimbal_jax.simulation.workload import Arrival
-from research.cpu_engine import ENGINE, OUT
+from research.cpu_engine import ENGINE
+from research.store import OUT
 
 INPUT_SCALE, OUTPUT_SCALE, MOST_OUTPUT = 1 / 8, 1 / 8, 64
 """Factors on the lengths of requests, and the most output tokens.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +23,8 @@ from gimbal_jax.model.loading import load_weights
 from gimbal_jax.model.sharding import make_mesh
 from gimbal_jax.serving.engine.runner import Progress
 from gimbal_jax.serving.runtime.device_runner import DeviceRunner
+from research.store import OUT
 
-OUT = Path(__file__).resolve().parents[1] / "out"
 MESH = MeshConfig(dp=2, tp=1)
 ENGINE = EngineConfig(max_model_len=256, num_pages=512, max_rows=32, token_budget=256, max_queue=100_000)
 CONFIG = ServerConfig(MESH, ENGINE, placement=PlacementConfig("static"))

@@ -32,15 +32,23 @@ from research.experiments import (
     single_requests,
     static_runs,
 )
-from research.plots import bar, bars, colour, label, lines_by_load, plain
+from research.plots import (
+    TTFT_TPOT,
+    Drawn,
+    bar,
+    colour,
+    heat_map,
+    label,
+    lines_by_load,
+    panels,
+    plain,
+    ratio_bars,
+    value_bars,
+)
 from research.store import ResultStore
 from research.study_figures import STUDIES
 from research.tasks import ExpertCounts
 from research.traffic_shape import traffic_shape
-
-Drawn = Iterator[tuple[str, Figure]]
-"""Names of files, without suffix, each with its figure."""
-TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
 
 
 def draw_figures(store: ResultStore, scope: Scope, names: Sequence[str], folder: Path) -> Iterator[Path]:
@@ -69,7 +77,7 @@ def draw_lengths(store: ResultStore, scope: Scope) -> Drawn:
     if not tasks:
         return
     figure = Figure(figsize=(12, 3), layout="constrained")
-    traces, *panels = figure.subplots(1, 4)
+    traces, *others = figure.subplots(1, 4)
     for number, trace in enumerate(TRACES):
         tokens = np.sort(length_table(trace).input_N)
         traces.plot(tokens, np.arange(1, len(tokens) + 1) / len(tokens), label=trace, color=colour("", number))
@@ -83,7 +91,7 @@ def draw_lengths(store: ResultStore, scope: Scope) -> Drawn:
         ("TTFT, ms (simulated)", lambda found: 1e3 * found["clients"]["ttft_mean_s"]),
         ("TPOT, ms (simulated)", lambda found: 1e3 * found["clients"]["tpot_mean_s"]),
     ]
-    for axes, (title, read) in zip(panels, readings, strict=True):
+    for axes, (title, read) in zip(others, readings, strict=True):
         for place, task in enumerate(tasks):
             height = read(store[task])
             axes.bar(place, height, 0.75, color=colour("", place % 2))
@@ -103,14 +111,14 @@ def draw_traffic(store: ResultStore, scope: Scope) -> Drawn:
     if not found:
         return
     figure = Figure(figsize=(13, 6), layout="constrained")
-    heat, *panels = figure.subplots(1, 1 + len(found), width_ratios=[2.4, *([1] * len(found))])
+    heat, *by_persistence = figure.subplots(1, 1 + len(found), width_ratios=[2.4, *([1] * len(found))])
     relative_LE = found[min(found)].relative_LE
     image = heat.imshow(relative_LE, aspect="auto", cmap="viridis", vmax=np.percentile(relative_LE, 99.5))
     heat.set_xlabel("expert", fontsize=8)
     heat.set_ylabel("MoE layer", fontsize=8)
     heat.set_title(f"tokens over the layer's mean; hottest {relative_LE.max():.1f}", fontsize=9)
     figure.colorbar(image, ax=heat, shrink=0.8)
-    for axes, (persistence, shape) in zip(panels, found.items(), strict=True):
+    for axes, (persistence, shape) in zip(by_persistence, found.items(), strict=True):
         layers = np.arange(len(shape.remote_LS))
         for source, remote_L in enumerate(shape.remote_LS.T):
             axes.plot(100 * remote_L, layers, color=colour("", source), label=f"source {source}", linewidth=1)
@@ -131,21 +139,14 @@ def draw_calibration(store: ResultStore, scope: Scope) -> Drawn:
     if len(found) < len(BETAS) * len(GAMMAS):
         return
     figure = Figure(figsize=(11, 4), layout="constrained")
-    panels = [
+    maps = [
         ("share of exact's choices", "gimbal", "same"),
         ("communication over exact's", "gimbal", "comm_gap"),
         ("experts that exact moves", "exact", "moved"),
     ]
-    for axes, (title, policy, name) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axes, (title, policy, name) in zip(figure.subplots(1, len(maps)), maps, strict=True):
         values = np.array([[found[beta, gamma][policy][name] for gamma in GAMMAS] for beta in BETAS])
-        axes.imshow(values, aspect="auto", cmap="viridis", origin="lower")
-        for (row, column), share in np.ndenumerate(values):
-            box = {"facecolor": "white", "pad": 1, "linewidth": 0}
-            axes.text(column, row, f"{share:.1%}", ha="center", va="center", fontsize=7, bbox=box)
-        axes.set_xticks(range(len(GAMMAS)), [f"{gamma:g}" for gamma in GAMMAS])
-        axes.set_yticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
-        axes.set_xlabel("gamma (moves)", fontsize=8)
-        axes.set_ylabel("beta (load)", fontsize=8)
+        heat_map(axes, values, BETAS, GAMMAS)
         axes.set_title(title, fontsize=9)
     figure.suptitle("Greedy compared with the exact solver, alpha = 1, synthetic windows", fontsize=10)
     yield "figure_6", figure
@@ -184,11 +185,8 @@ def draw_latencies(store: ResultStore, scope: Scope) -> Drawn:
             yield f"figure_9_{costs}", figure
         if costs in VARIED and (first := _run_of(store, of_first_shape(scope, grid), PEERS)):
             figure = Figure(figsize=(12, 3.4), layout="constrained")
-            panels = figure.subplots(1, len(measures))
-            for axes, measure in zip(panels, measures, strict=True):
+            for axes, measure in panels(figure, measures):
                 lines_by_load(axes, store, first, ("vllm", *PEERS, "gimbal", "gimbal+"), measure)
-                axes.set_title(label(measure), fontsize=9)
-            panels[0].legend(fontsize=7, frameon=False)
             figure.suptitle(f"Later peers, {scope.shapes[0]}, simulated, costs {costs}", fontsize=10)
             yield f"figure_9_peers_{costs}", figure
 
@@ -234,11 +232,7 @@ def draw_ablation(store: ResultStore, scope: Scope) -> Drawn:
         if grid:
             figure = Figure(figsize=(9, 3.4), layout="constrained")
             for axes, measure in zip(figure.subplots(1, 2), TTFT_TPOT, strict=True):
-                before = under_system(REFERENCE, grid)
-                found = {s: estimate(changes(store, under_system(s, grid), before, measure)) for s in ABLATION}
-                bars(axes, found, offset=1.0, form=".3f")
-                axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
-                axes.set_ylabel(f"{measure.upper()} over vllm's", fontsize=8)
+                ratio_bars(axes, store, ABLATION, grid, measure)
             figure.suptitle(f"Ablation, simulated, costs {costs}", fontsize=10)
             yield f"figure_11_{costs}", figure
 
@@ -251,9 +245,7 @@ def draw_pressure(store: ResultStore, scope: Scope) -> Drawn:
         if grid:
             figure = Figure(figsize=(12, 3.4), layout="constrained")
             for axes, (measure, form) in zip(figure.subplots(1, 3), measures, strict=True):
-                found = {s: estimate([value(store, run, measure) for run in under_system(s, grid)]) for s in ABLATION}
-                bars(axes, found, form=form)
-                axes.set_ylabel(label(measure), fontsize=8)
+                value_bars(axes, store, ABLATION, grid, measure, form)
             figure.suptitle(f"Engines at the highest load, simulated, costs {costs}", fontsize=10)
             yield f"figure_12_{costs}", figure
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from examples.demo_report import RANK_COLOURS
-from gimbal_jax.simulation.scenario import Scenario
-from research.comparison import MEASURES, Estimate, Measure, load_of, under_system, value
+from gimbal_jax.simulation.scenario import REFERENCE, Scenario
+from research.comparison import MEASURES, Estimate, Measure, changes, estimate, load_of, under_system, value
 from research.store import ResultStore
+
+Drawn = Iterator[tuple[str, Figure]]
+"""Names of files, without suffix, each with its figure."""
+TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
 
 BLUE, YELLOW, RED, GREEN, PURPLE, SKY, BROWN, LEAF = RANK_COLOURS
 COLOURS = {
@@ -71,11 +76,11 @@ def bar(axes: Axes, place: float, found: Estimate, offset: float, shade: str, wi
 
 def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: str = ".3g") -> None:
     """Draw a bar per name, with its interval and value. ``offset`` is added to all; 1 turns changes into ratios."""
-    for number, (name, estimate) in enumerate(found.items()):
-        bar(axes, number, estimate, offset, colour(name, number))
+    for number, (name, one) in enumerate(found.items()):
+        bar(axes, number, one, offset, colour(name, number))
         axes.annotate(
-            f"{estimate.mean + offset:{form}}",
-            (number, estimate.high + offset),
+            f"{one.mean + offset:{form}}",
+            (number, one.high + offset),
             ha="center",
             va="bottom",
             fontsize=7,
@@ -84,6 +89,54 @@ def bars(axes: Axes, found: Mapping[str, Estimate], offset: float = 0.0, form: s
         )
     axes.set_xticks(range(len(found)), list(found), rotation=35, ha="right", fontsize=8)
     plain(axes)
+
+
+def heat_map(
+    axes: Axes, value_BG: np.ndarray, betas: Sequence[float], gammas: Sequence[float], form: str = ".1%"
+) -> None:
+    """Draw values [B, G] by weights of the placement objective, each with its number."""
+    axes.imshow(value_BG, aspect="auto", cmap="viridis", origin="lower")
+    for (row, column), number in np.ndenumerate(value_BG):
+        box = {"facecolor": "white", "pad": 1, "linewidth": 0}
+        axes.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize=7, bbox=box)
+    axes.set_xticks(range(len(gammas)), [f"{gamma:g}" for gamma in gammas])
+    axes.set_yticks(range(len(betas)), [f"{beta:g}" for beta in betas])
+    axes.set_xlabel("gamma (moves)", fontsize=8)
+    axes.set_ylabel("beta (load)", fontsize=8)
+
+
+def panels(figure: Figure, measures: Sequence[Measure]) -> Iterator[tuple[Axes, Measure]]:
+    """Yield one panel per measure, titled with it. Afterwards the first one gets a legend, if it has labels."""
+    row = figure.subplots(1, len(measures))
+    for axes, measure in zip(row, measures, strict=True):
+        yield axes, measure
+        axes.set_title(label(measure), fontsize=9)
+    if row[0].get_legend_handles_labels()[1]:
+        row[0].legend(fontsize=7, frameon=False)
+
+
+def value_bars(
+    axes: Axes,
+    store: ResultStore,
+    systems: Sequence[str],
+    grid: Sequence[Scenario],
+    measure: Measure,
+    form: str = ".3g",
+) -> None:
+    """Draw a bar per system: the mean of a measure over the settings."""
+    bars(axes, {s: estimate([value(store, run, measure) for run in under_system(s, grid)]) for s in systems}, form=form)
+    axes.set_ylabel(label(measure), fontsize=8)
+
+
+def ratio_bars(
+    axes: Axes, store: ResultStore, systems: Sequence[str], grid: Sequence[Scenario], measure: Measure
+) -> None:
+    """Draw a bar per system: a measure relative to vllm's in the same settings."""
+    before = under_system(REFERENCE, grid)
+    found = {system: estimate(changes(store, under_system(system, grid), before, measure)) for system in systems}
+    bars(axes, found, offset=1.0, form=".3f")
+    axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
+    axes.set_ylabel(f"{measure.upper()} over vllm's", fontsize=8)
 
 
 def label(measure: Measure) -> str:

@@ -26,14 +26,12 @@ from gimbal_jax.config import PlacementConfig
 from research.calibrate_placement import compare, synthetic
 from research.experiments import MOST_SEEDS, Experiment, Scope, experiments, in_order, quick
 from research.figures import draw_figures
-from research.store import ResultStore
+from research.store import OUT, ResultStore
 from research.tables import verdicts_table
 from research.tasks import CalibrationPoint, Task, at_capacity, capacity_task, run_task
 
-OUT = Path(__file__).resolve().parents[1] / "out" / "reproduce"
+REPRODUCED = OUT / "reproduce"
 SHOWN_ERRORS = 10
-CALIBRATION_RANKS = 4
-"""Ranks of the calibration's windows, over two sources, as on the paper's testbed."""
 
 
 def compute(task: Task) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def compute(task: Task) -> dict[str, Any]:
 
 def calibration_point(task: CalibrationPoint) -> dict[str, Any]:
     """Compare the answers of each policy with the exact ones."""
-    windows = synthetic(task.windows, CALIBRATION_RANKS, seed=0).sample(task.windows)
+    windows = synthetic(task.windows).sample(task.windows)
     config = PlacementConfig(alpha=1.0, beta=task.beta, gamma=task.gamma)
     return dict(compare(windows, config, task.time_limit_s, task.gap).policies)
 
@@ -121,7 +119,7 @@ def main(
         list[str] | None, typer.Argument(metavar="[FIGURE]...", help="Names as in --list. By default all.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, each in a process.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = REPRODUCED,
     seeds: Annotated[
         int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each setting. Can be raised later.")
     ] = Scope.seeds,

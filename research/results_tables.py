@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gimbal_jax.cli.terminal import report_errors
 from research.experiments import MOST_SEEDS, Scope, quick
-from research.reproduce import OUT
+from research.reproduce import REPRODUCED
 from research.store import ResultStore
 from research.tables import all_tables
 from scripts.cuda_document import write_section
@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).with_name("results.md")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = REPRODUCED,
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the results.")] = Scope.seeds,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each run of the results.")] = Scope.requests,
     small: Annotated[bool, typer.Option("--quick", help="Show the results of `research.reproduce --quick`.")] = False,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,8 +32,8 @@ from gimbal_jax.simulation.routing import Router, RoutingConfig, synthetic_route
 from gimbal_jax.simulation.scenario import MODEL as RUN_MODEL
 from gimbal_jax.simulation.scenario import Scenario, scenario_router, simulate_scenario
 from gimbal_jax.simulation.workload import Trace, WorkloadConfig
+from research.store import OUT
 
-OUT = Path(__file__).resolve().parents[1] / "out"
 DISPATCH: tuple[DispatchPolicy, ...] = ("gimbal", "late", "vllm_classic")
 PLACEMENT: tuple[PlacementPolicy, ...] = ("eplb", "gimbal", "gimbal_refined")
 PERSISTENCE = (0.0, 0.8)

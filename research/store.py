@@ -9,6 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+OUT = Path(__file__).resolve().parents[1] / "out"
+"""Folder that all programs write to."""
+
 
 def scenario_key(scenario: Any) -> str:
     """Return 16 hexadecimal digits for a scenario (a dataclass of JSON values): a hash of its class and all fields."""

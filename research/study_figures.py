@@ -2,103 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from gimbal_jax.simulation.scenario import REFERENCE, Scenario
+from gimbal_jax.simulation.scenario import Scenario
 from gimbal_jax.simulation.systems import PRESSURE_WEIGHTS
+from research import experiments
 from research.comparison import Measure, changes, estimate, load_of, under_system, value
-from research.experiments import (
-    BUDGETS,
-    COMPARED,
-    DISPATCH_SYSTEMS,
-    GATHER_SYSTEMS,
-    MULTIHOST_MESHES,
-    MULTIHOST_PERSISTENCES,
-    MULTIHOST_VARIANTS,
-    VARIED,
-    Scope,
-    as_variant,
-    budget_settings,
-    fashionable,
-    late_settings,
-    multihost_settings,
-    pressure_systems,
-    queue_settings,
-    queue_systems,
-    replica_settings,
-    with_gather,
-    with_topics,
-)
-from research.plots import bars, colour, label, lines, lines_by_load
+from research.experiments import Scope
+from research.plots import TTFT_TPOT, Drawn, bars, colour, label, lines, lines_by_load, panels, ratio_bars, value_bars
 from research.store import ResultStore
 from research.tasks import Replicas
-
-Drawn = Iterator[tuple[str, Figure]]
-TTFT_TPOT: tuple[Measure, ...] = ("ttft", "tpot")
 
 
 def draw_topics(store: ResultStore, scope: Scope) -> Drawn:
     """Draw sources that keep their topics: TPOT and TTFT over vllm's, and the remote share."""
-    yield from _changes_and("remote_share", "topics", "Sources keep topics", with_topics, COMPARED, store, scope)
+    yield from _changes_and(
+        "remote_share", "topics", "Sources keep topics", experiments.with_topics, experiments.COMPARED, store, scope
+    )
 
 
 def draw_exchange(store: ResultStore, scope: Scope) -> Drawn:
     """Draw all-gather instead of all-to-all: TPOT and TTFT over vllm's, and the time in the exchange."""
-    yield from _changes_and("exchange_share", "exchange", "All-gather", with_gather, GATHER_SYSTEMS, store, scope)
+    yield from _changes_and(
+        "exchange_share", "exchange", "All-gather", experiments.with_gather, experiments.GATHER_SYSTEMS, store, scope
+    )
 
 
 def draw_late(store: ResultStore, scope: Scope) -> Drawn:
     """Draw TTFT, its P99 and TPOT by load, with late binding and dispatch at arrival."""
-    found = [s for s in late_settings(scope) if s.workload.lengths == "azure-code"]
-    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot")
-    if figure := _by_load(store, found, DISPATCH_SYSTEMS, measures):
+    found = [s for s in experiments.late_settings(scope) if s.workload.lengths == "azure-code"]
+    if _all(store, found, experiments.DISPATCH_SYSTEMS):
+        figure = Figure(figsize=(12, 3), layout="constrained")
+        for axes, measure in panels(figure, ("ttft", "p99_ttft", "tpot")):
+            lines_by_load(axes, store, found, experiments.DISPATCH_SYSTEMS, measure)
         figure.suptitle("Late binding against dispatch at arrival, azure-code, simulated, costs graph", fontsize=10)
         yield "study_late", figure
 
 
 def draw_budget(store: ResultStore, scope: Scope) -> Drawn:
     """Draw latencies by the token budget of a step."""
-    found = budget_settings(scope)
+    found = experiments.budget_settings(scope)
     if not _all(store, found, ("static", "late_static")):
         return
-    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "tpot", "e2e")
     figure = Figure(figsize=(12, 3), layout="constrained")
-    panels = figure.subplots(1, len(measures))
-    for axes, measure in zip(panels, measures, strict=True):
+    for axes, measure in panels(figure, ("ttft", "p99_ttft", "tpot", "e2e")):
         for number, system in enumerate(("static", "late_static")):
-            by_budget = [[s for s in under_system(system, found) if s.token_budget == budget] for budget in BUDGETS]
+            by_budget = [
+                [s for s in under_system(system, found) if s.token_budget == budget] for budget in experiments.BUDGETS
+            ]
             values = [[value(store, run, measure) for run in runs] for runs in by_budget]
-            lines(axes, BUDGETS, values, system, colour(system, number))
+            lines(axes, experiments.BUDGETS, values, system, colour(system, number))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(BUDGETS, [str(budget) for budget in BUDGETS])
+        axes.set_xticks(experiments.BUDGETS, [str(budget) for budget in experiments.BUDGETS])
         axes.set_xlabel("tokens of a step", fontsize=8)
-        axes.set_title(label(measure), fontsize=9)
-    panels[0].legend(fontsize=7, frameon=False)
     figure.suptitle("Token budget of a step, azure-code, simulated, costs graph", fontsize=10)
     yield "study_budget", figure
 
 
 def draw_queues(store: ResultStore, scope: Scope) -> Drawn:
     """Draw TTFT, its P99 and latency by queue order, at the highest load."""
-    found = queue_settings(scope)
+    found = experiments.queue_settings(scope)
     highest = [s for s in found if load_of(s) == max(map(load_of, found))]
-    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "e2e")
-    if not _all(store, found, queue_systems()):
+    if not _all(store, found, experiments.queue_systems()):
         return
     figure = Figure(figsize=(12, 3.6), layout="constrained")
+    measures: tuple[Measure, ...] = ("ttft", "p99_ttft", "e2e")
     for axes, measure in zip(figure.subplots(1, len(measures)), measures, strict=True):
-        runs = {system: under_system(system, highest) for system in queue_systems()}
-        bars(axes, {system: estimate([value(store, run, measure) for run in of]) for system, of in runs.items()})
-        axes.set_title(label(measure), fontsize=9)
+        value_bars(axes, store, experiments.queue_systems(), highest, measure)
     figure.suptitle(f"Queue orders, azure-code, load {load_of(highest[0]):.0%}, simulated, costs graph", fontsize=10)
     yield "study_queues", figure
 
 
 def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
     """Draw the time of the experts by placement, relative to the contiguous one."""
-    found = [store[task] for scenario in replica_settings(scope) if (task := Replicas(scenario)) in store]
+    found = [store[task] for scenario in experiments.replica_settings(scope) if (task := Replicas(scenario)) in store]
     if not found:
         return
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -116,19 +95,21 @@ def draw_replicas(store: ResultStore, scope: Scope) -> Drawn:
 
 def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
     """Draw latencies and bytes across nodes by persistence of topics."""
-    found = multihost_settings(scope)
-    if not all(any(run in store for run in as_variant(name, found)) for name in MULTIHOST_VARIANTS):
+    found = experiments.multihost_settings(scope)
+    if not all(
+        any(run in store for run in experiments.as_variant(name, found)) for name in experiments.MULTIHOST_VARIANTS
+    ):
         return
     measures: tuple[Measure, ...] = ("tpot", "ttft", "far_bytes")
     figure = Figure(figsize=(12, 6.4), layout="constrained")
-    rows = figure.subplots(len(MULTIHOST_MESHES), len(measures))
-    for row, mesh in zip(rows, MULTIHOST_MESHES, strict=True):
+    rows = figure.subplots(len(experiments.MULTIHOST_MESHES), len(measures))
+    for row, mesh in zip(rows, experiments.MULTIHOST_MESHES, strict=True):
         for axes, measure in zip(row, measures, strict=True):
-            for number, name in enumerate(MULTIHOST_VARIANTS):
-                runs = [s for s in as_variant(name, found) if s.mesh == mesh]
-                by_x = [[s for s in runs if s.routing.persistence == p] for p in MULTIHOST_PERSISTENCES]
+            for number, name in enumerate(experiments.MULTIHOST_VARIANTS):
+                runs = [s for s in experiments.as_variant(name, found) if s.mesh == mesh]
+                by_x = [[s for s in runs if s.routing.persistence == p] for p in experiments.MULTIHOST_PERSISTENCES]
                 values = [[value(store, run, measure) for run in at] for at in by_x]
-                lines(axes, MULTIHOST_PERSISTENCES, values, name, colour("", number))
+                lines(axes, experiments.MULTIHOST_PERSISTENCES, values, name, colour("", number))
             axes.set_xlabel("persistence of topics", fontsize=8)
             axes.set_title(f"{mesh.nodes} nodes: {label(measure)}", fontsize=9)
     rows[0][-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.0))
@@ -138,14 +119,13 @@ def draw_multihost(store: ResultStore, scope: Scope) -> Drawn:
 
 def draw_pressure_weights(store: ResultStore, scope: Scope) -> Drawn:
     """Draw changes of latencies by the weight of expert pressure in dispatch."""
-    found = fashionable(scope)
-    groups = pressure_systems()
+    found = experiments.fashionable(scope)
+    groups = experiments.pressure_systems()
     if not _all(store, found, [system for systems in groups for system in systems]):
         return
-    measures: tuple[Measure, ...] = ("ttft", "tpot", "e2e")
     figure = Figure(figsize=(11, 3), layout="constrained")
-    panels = figure.subplots(1, len(measures))
-    for axes, measure in zip(panels, measures, strict=True):
+    row = figure.subplots(1, 3)
+    for axes, measure in zip(row, (*TTFT_TPOT, "e2e"), strict=True):
         for number, (systems, name) in enumerate(zip(groups, ("experts stay", "gimbal's placement"), strict=True)):
             before = under_system(systems[0], found)
             values = [[100 * v for v in changes(store, under_system(s, found), before, measure)] for s in systems]
@@ -153,7 +133,7 @@ def draw_pressure_weights(store: ResultStore, scope: Scope) -> Drawn:
         axes.axhline(0, color="#444444", linewidth=0.8, linestyle="--")
         axes.set_xlabel("lambda_moe", fontsize=8)
         axes.set_title(f"{measure.upper()}, change against 0, %", fontsize=9)
-    panels[0].legend(fontsize=7, frameon=False)
+    row[0].legend(fontsize=7, frameon=False)
     figure.suptitle("Expert pressure in dispatch, topics in fashion, simulated, costs graph", fontsize=10)
     yield "study_pressure", figure
 
@@ -180,36 +160,17 @@ def _changes_and(
     scope: Scope,
 ) -> Drawn:
     """Draw TPOT and TTFT over vllm's, and the values of another measure, for each cost set."""
-    for costs in VARIED:
+    for costs in experiments.VARIED:
         found = settings_of(scope, costs)
         if not _all(store, found, systems):
             continue
         figure = Figure(figsize=(12, 3.4), layout="constrained")
-        *panels, last = figure.subplots(1, 3)
-        for axes, compared in zip(panels, TTFT_TPOT, strict=True):
-            before = under_system(REFERENCE, found)
-            ratios = {s: estimate(changes(store, under_system(s, found), before, compared)) for s in systems}
-            bars(axes, ratios, offset=1.0, form=".3f")
-            axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle="--")
-            axes.set_ylabel(f"{compared.upper()} over vllm's", fontsize=8)
-        bars(last, {s: estimate([value(store, run, measure) for run in under_system(s, found)]) for s in systems})
-        last.set_ylabel(label(measure), fontsize=8)
+        *ratios, last = figure.subplots(1, 3)
+        for axes, compared in zip(ratios, TTFT_TPOT, strict=True):
+            ratio_bars(axes, store, systems, found, compared)
+        value_bars(last, store, systems, found, measure)
         figure.suptitle(f"{title}, {scope.shapes[0]}, lowest and highest load, simulated, costs {costs}", fontsize=10)
         yield f"study_{name}_{costs}", figure
-
-
-def _by_load(
-    store: ResultStore, found: Sequence[Scenario], systems: Sequence[str], measures: Sequence[Measure]
-) -> Figure | None:
-    if not _all(store, found, systems):
-        return None
-    figure = Figure(figsize=(4 * len(measures), 3), layout="constrained")
-    panels = figure.subplots(1, len(measures))
-    for axes, measure in zip(panels, measures, strict=True):
-        lines_by_load(axes, store, found, systems, measure)
-        axes.set_title(label(measure), fontsize=9)
-    panels[0].legend(fontsize=7, frameon=False)
-    return figure
 
 
 def _all(store: ResultStore, found: Sequence[Scenario], systems: Sequence[str]) -> bool:

@@ -36,8 +36,9 @@ from gimbal_jax.simulation.simulate import Run, Testbed, simulate
 from gimbal_jax.simulation.systems import System
 from gimbal_jax.simulation.workload import WorkloadConfig, make_workload
 from research.cpu_clients import Call, call_of, closed_loop, demo_encode, open_loop, running, scaled
-from research.cpu_engine import CONFIG, OUT, demo_runner, use_cpu_devices
+from research.cpu_engine import CONFIG, demo_runner, use_cpu_devices
 from research.measured_costs import MeasuredCosts, MeasuredStep
+from research.store import OUT
 from research.timed_runner import TimedRunner
 
 LOADS = 0.5, 0.7, 0.85

@@ -17,7 +17,7 @@ from research.calibrate_placement import KINDS, compare, synthetic
 
 
 def test_drifting_windows_start_from_the_placement_of_the_previous_window():
-    windows = synthetic(per_kind=2, ranks=4, seed=0)
+    windows = synthetic(per_kind=2)
     assert windows.kind_L == [kind for kind in KINDS for _ in range(2)]
     contiguous_L = (windows.slot_of_expert_LE == np.arange(128)).all(axis=1)
     assert contiguous_L.tolist() == [kind != "drifting" for kind in windows.kind_L]
@@ -25,7 +25,7 @@ def test_drifting_windows_start_from_the_placement_of_the_previous_window():
 
 
 def test_a_result_has_the_measures_of_every_policy():
-    windows = synthetic(per_kind=1, ranks=4, seed=1)
+    windows = synthetic(per_kind=1, seed=1)
     config = PlacementConfig(beta=0.3, gamma=0.1)
     result = compare(windows, config, time_limit_s=10, gap=1e-3)
     apart_SR = distance_SR(windows.mesh, config.far_distance)
@@ -47,13 +47,11 @@ def test_the_command_writes_tables_figure_and_json(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(
         calibrate_placement, "QUALITY_WEIGHTS", {"paper": (1.0, 0.0025, 1.0), "default": (1.0, 0.1, 0.3)}
     )
-    windows = synthetic(per_kind=1, ranks=4, seed=0)
+    windows = synthetic(per_kind=1)
     path = tmp_path / "real.npz"
     save_counts(path, windows.counts_LSE[:2], windows.slot_of_expert_LE[:2], {"ranks": 4})
     out = tmp_path / "out"
-    calibrate_placement.main(
-        counts=[path], per_kind=1, sweep_windows=2, ranks=4, time_limit=1.0, gap=0.01, seed=0, out=out
-    )
+    calibrate_placement.main(counts=[path], per_kind=1, sweep_windows=2, out=out)
     found = json.loads((out / "calibration.json").read_text())
     points = [(row["load_term"], *row["weights"]) for row in found["sweep"]]
     assert points == [(term, 1.0, beta, 1.0) for term in ("square", "max") for beta in (0.03, 0.3)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gimbal_jax.scheduler.migration import Round
-from gimbal_jax.simulation.work import EngineWork, StepWork
+from gimbal_jax.simulation.work import EngineWork
 from research.measured_costs import LEAST_STEPS, MeasuredCosts, MeasuredStep
 
 TILE = 8
@@ -18,8 +18,8 @@ TRUE = {
 HOST = (2e-4, 1e-5)
 
 
-def engine(contexts: list[int], prefill: list[tuple[int, int]], chosen: int | None = None) -> EngineWork:
-    return EngineWork(np.array(contexts, np.int64), tuple(prefill), len(contexts) if chosen is None else chosen)
+def engine(contexts: list[int], prefill: list[tuple[int, int]]) -> EngineWork:
+    return EngineWork(np.array(contexts, np.int64), tuple(prefill), len(contexts))
 
 
 def draw_engine(rng, bucket) -> EngineWork:
@@ -45,16 +45,15 @@ def smallest_bucket(engines):
     return next(b for b in BUCKETS if b[0] >= rows and b[1] >= tiles)
 
 
-def draw_steps(buckets=BUCKETS, count=400, noise=0.0, seed=0) -> list[MeasuredStep]:
+def draw_steps(buckets=BUCKETS, count=400, seed=0) -> list[MeasuredStep]:
     rng, steps = np.random.default_rng(seed), []
     for wanted in buckets:
         for _ in range(count):
             engines = (draw_engine(rng, wanted), draw_engine(rng, wanted))
             if not any(e.tokens for e in engines) or (bucket := smallest_bucket(engines)) not in buckets:
                 continue
-            seconds = true_seconds(engines, bucket) * (1 + noise * rng.standard_normal())
             host = HOST[0] + HOST[1] * sum(e.chosen for e in engines)
-            steps.append(MeasuredStep(engines, seconds, host))
+            steps.append(MeasuredStep(engines, true_seconds(engines, bucket), host))
     return steps
 
 
@@ -63,29 +62,6 @@ def test_known_costs_are_recovered_exactly():
     for step in draw_steps(count=20, seed=1):
         price = costs.price(step.engines_S)
         assert price == pytest.approx({"step": step.seconds, "host": step.host_s})
-
-
-def test_noise_averages_out():
-    costs = MeasuredCosts(draw_steps(noise=0.3), BUCKETS, TILE)
-    fresh = draw_steps(count=100, seed=1)
-    assert sum(costs.price(s.engines_S)["step"] for s in fresh) == pytest.approx(
-        sum(s.seconds for s in fresh), rel=0.03
-    )
-
-
-def test_step_parts_are_the_price_for_any_routing():
-    costs = MeasuredCosts(draw_steps(), BUCKETS, TILE)
-    engines = engine([20, 30], []), engine([], [(0, 5)], chosen=1)
-    work = StepWork(engines, np.zeros((1, 2, 4), np.int64), 2)
-    assert costs.step_parts(work) == costs.price(engines)
-
-
-def test_a_chunk_takes_whole_tiles():
-    costs = MeasuredCosts(draw_steps(), BUCKETS, TILE)
-    two_tiles = (engine([], [(0, TILE + 1)]), engine([], []))
-    three_tiles = (engine([], [(0, TILE + 1), (0, 1)]), engine([], []))
-    base = {bucket: TRUE[bucket][0] for bucket in BUCKETS}
-    assert base[4, 2] < costs.price(two_tiles)["step"] < base[16, 4] < costs.price(three_tiles)["step"]
 
 
 def test_an_unmeasured_bucket_is_priced_as_the_next_larger_one():

@@ -52,7 +52,7 @@ def test_a_calibration_point_is_computed():
     assert found["exact"]["same"] == 1.0 >= found["gimbal"]["same"] > 0.3
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.slow
 def test_an_interrupted_command_keeps_its_results_and_continues(tmp_path):
     # 8 results take no time, and 3 take seconds each. One of these 3 is still missing when the command is interrupted.
     command = [sys.executable, "-m", "research.reproduce", "2", "4", "--requests", "100", "--jobs", "1"]
