@@ -216,7 +216,7 @@ class PlacementConfig:
 
     ``alpha``, ``beta`` and ``gamma`` weigh communication, load and moves (see ``Objective``). The paper's weights
     (1, 0.0025, 1) are for another normalisation; here they leave the load nearly as uneven as before. By the paper's
-    criterion (section 6), ``python research/calibrate_placement.py`` finds (1, 0.2, 0.1). The default weighs load more,
+    criterion (section 6), ``python -m research.calibrate_placement`` finds (1, 0.2, 0.1). The default weighs load more,
     because the locality that one window shows is partly chance. Under the default, later windows are more even, and
     within a node only even loads save time (tests/scheduler/test_unseen_windows.py).
     """
